@@ -103,6 +103,10 @@ WORKS = dict([tensor_work(4), context_work(4)]) | {
         "model.preset=deepseek-v2-lite", "model.num_layers=4", "train.global_batch_size=4",
         "train.sequence_length=4096", "precision.fp8=current",
     ],
+    "qwen3-next-80b-a3b of 4 layers, 128 experts bf16": [
+        "model.preset=qwen3-next-80b-a3b", "model.num_layers=4", "model.moe.num_experts=128",
+        "train.global_batch_size=4", "train.sequence_length=4096",
+    ],
     "qwen3-30b-a3b of 24 layers expert4 bf16": [
         "model.preset=qwen3-30b-a3b", "model.num_layers=24", "parallel.expert=4", "train.global_batch_size=16",
         "train.sequence_length=4096",
@@ -137,7 +141,7 @@ VARIANTS = {
 
 PEERS = {
     "torch": ("torch", lambda work: work in ("gpt2-124m bf16", "gpt2-350m bf16", "llama3-1b bf16")),
-    "torchtitan": ("torchtitan", lambda work: work.startswith(("llama3-", "qwen3-", "deepseek-", "gpt-oss-"))),
+    "torchtitan": ("torchtitan", lambda work: work.startswith(("llama3-", "qwen3-30b-", "deepseek-", "gpt-oss-"))),
     "maxtext": ("maxtext", lambda work: work.startswith(("llama3-1b", "llama3-8b fsdp4"))),
 }
 """Peer -> the package that it needs, and a predicate of the works that it covers."""

@@ -25,8 +25,6 @@ from pallas_kernels.triton_support import triton_call
 _LOG2E = math.log2(math.e)
 _LEAST_CAPABILITY = (8, 0)
 _LARGEST_HEAD_DIM = 512
-_LARGEST_COMPARED = 256
-"""Largest head dim at which results have been compared on a GPU."""
 _SHORTEST = 16
 
 
@@ -139,12 +137,7 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
 
 
 def lower_priority_reason(request: AttentionRequest) -> str | None:
-    """Return why another backend is preferred for this call, or None: it has very few queries, or very wide heads."""
-    if request.head_dim > _LARGEST_COMPARED:
-        return (
-            f"no GPU has compared its results at head dims above {_LARGEST_COMPARED} with those of xla yet: for calls "
-            "that name it"
-        )
+    """Return why another backend is preferred for this call (it has very few queries), or None."""
     if request.query_length < _SHORTEST:
         return f"a block of queries would be mostly empty: for T from {_SHORTEST}, got T {request.query_length}"
     return None

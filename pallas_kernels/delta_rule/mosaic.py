@@ -47,10 +47,9 @@ def unsupported_reason(request: DeltaRuleRequest) -> str | None:
 
 
 def lower_priority_reason(request: DeltaRuleRequest) -> str | None:
-    """Return why another backend is preferred, or None if this one is the fastest."""
-    del request
-    # Interpreted and compiled it is tested; on a GPU it has been timed, but no result has been looked at.
-    return None if INTERPRET else "no GPU has compared its results with those of xla yet: for calls that name it"
+    """Return why another backend is preferred (a chunk would be mostly empty), or None if this one is the fastest."""
+    tokens = request.v.shape[1]
+    return f"computes chunks of {CHUNK} tokens, got {tokens}" if tokens < CHUNK and not INTERPRET else None
 
 
 @dataclass(frozen=True)

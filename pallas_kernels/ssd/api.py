@@ -22,7 +22,6 @@ BACKENDS = (
         "bfloat16 on Hopper: forward and backward in chunks, the state of a head in registers",
         mosaic.unsupported_reason,
         mosaic.compute,
-        mosaic.lower_priority_reason,
         opaque=True,
     ),
     Backend("xla", "every call on every device, in chunks", lambda request: None, xla.compute),

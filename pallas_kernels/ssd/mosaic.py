@@ -48,14 +48,6 @@ def unsupported_reason(request: SsdRequest) -> str | None:
     return None
 
 
-def lower_priority_reason(request: SsdRequest) -> str | None:
-    """Return why another backend is preferred, or None if this one is the fastest."""
-    if request.documents is None or INTERPRET:
-        return None
-    # Interpreted and compiled they are tested; a GPU has compared sequences without documents only.
-    return "no GPU has compared its results with those of xla yet: for calls that name it, or without segment_ids"
-
-
 def compute(request: SsdRequest) -> tuple[Float[Array, "B T N P"], Float[Array, "B N P S"]]:
     """Return the outputs [B, T, N, P] in the dtype of x, and the state after the last token, float32 [B, N, P, S]."""
     x, state = request.x, request.state

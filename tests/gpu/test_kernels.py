@@ -389,11 +389,12 @@ def test_state_space_layers_by_the_kernels_for_hopper(name):
     ids = None if lengths is None else ssd_cases.documents(lengths, shape[0])
     with record_choices() as choices:
         jax.eval_shape(functools.partial(ssd, segment_ids=ids), *inputs[:5])
-    assert [choice.backend for choice in choices] == ["mosaic" if ids is None else "xla"]
+    assert [choice.backend for choice in choices] == ["mosaic"]
     plain = ssd_cases.relative_errors("xla", inputs, cotangents, ids)
     for _ in range(3):  # A race does not show every time.
         found = ssd_cases.relative_errors("mosaic", inputs, cotangents, ids)
-        assert all(found[key] < 1.5 * plain[key] + 1e-3 for key in plain), (found, plain)
+        larger = {key: (found[key], plain[key]) for key in plain if not found[key] < 1.5 * plain[key] + 1e-3}
+        assert not larger, larger
 
 
 def test_ring_attention_is_that_of_one_device(two_gpus):
@@ -433,5 +434,4 @@ DELTA_RULES = {
 def test_gated_delta_rule_by_the_kernels_for_hopper(name):
     if not on_hopper():
         pytest.skip("needs a Hopper GPU")
-    for _ in range(3):  # A race does not show every time.
-        delta_cases.check(DELTA_RULES[name], "mosaic", truth="xla")
+    delta_cases.check(DELTA_RULES[name], "mosaic", truth="xla", times=3)

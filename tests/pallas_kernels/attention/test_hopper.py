@@ -42,7 +42,7 @@ CALLS = {
     "head_dim_256": (shapes(4096, head_dim=256), {}, ("cudnn",)),
     "head_dim_256_full": (shapes(4096, head_dim=256), {"causal": False}, ("mosaic",)),
     "head_dim_256_window": (shapes(4096, head_dim=256), {"window": 512}, ("mosaic",)),
-    "head_dim_512": (shapes(4096, head_dim=512), {}, ("xla",)),
+    "head_dim_512": (shapes(4096, head_dim=512), {}, ("triton", "xla")),
     "float16": (shapes(4096, jnp.float16), {}, FUSED[:2]),
     "float32": (shapes(4096, jnp.float32), {}, ("xla",)),
     "float32_short": (shapes(256, jnp.float32), {}, ("xla_dense",)),

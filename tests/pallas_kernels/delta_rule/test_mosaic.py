@@ -46,7 +46,7 @@ def test_compiled_for_hopper_with_all_sums_in_registers(packed, monkeypatch, cap
 
     def loss(*tokens):
         ids = jnp.arange(4000)[None] // 300 if packed else None
-        out, last = jax.checkpoint(lambda *x: gated_delta_rule(*x, segment_ids=ids, implementation="mosaic"))(*tokens)
+        out, last = jax.checkpoint(lambda *x: gated_delta_rule(*x, segment_ids=ids))(*tokens)
         return (out.astype(jnp.float32) ** 2).sum() + (last**2).sum()
 
     with lowering_platform("cuda"), record_choices() as choices:
@@ -73,7 +73,7 @@ def test_what_the_kernels_refuse(shape, reason):
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("length", "backend"), [(1, "recurrent"), (63, "xla"), (64, "xla")])
+@pytest.mark.parametrize(("length", "backend"), [(1, "recurrent"), (63, "xla"), (64, "mosaic")])
 def test_which_backend_is_chosen_on_hopper(length, backend):
     with lowering_platform("cuda"), record_choices() as choices:
         jax.eval_shape(gated_delta_rule, *shapes(length))
