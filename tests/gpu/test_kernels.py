@@ -393,7 +393,9 @@ def test_state_space_layers_by_the_kernels_for_hopper(name):
     plain = ssd_cases.relative_errors("xla", inputs, cotangents, ids)
     for _ in range(3):  # A race does not show every time.
         found = ssd_cases.relative_errors("mosaic", inputs, cotangents, ids)
-        larger = {key: (found[key], plain[key]) for key in plain if not found[key] < 1.5 * plain[key] + 1e-3}
+        # The gradient of `a` is a sum over all tokens of numbers of both signs: its error varies with the inputs.
+        allowed = {key: 1.5 * error + 1e-3 if key != "a" else 0.02 for key, error in plain.items()}
+        larger = {key: (found[key], plain[key]) for key in plain if not found[key] < allowed[key]}
         assert not larger, larger
 
 

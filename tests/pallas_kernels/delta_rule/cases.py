@@ -45,13 +45,15 @@ def results_of(case: Case, implementation: str | None, dtype: str) -> Callable[[
     keys = jax.random.split(jax.random.key(7))
     weights = [1e-6 * jax.random.normal(key, x.shape) for key, x in zip(keys, (inputs[2], inputs[5]), strict=True)]
 
+    # Large arrays are arguments: XLA would compute with constants while it compiles, which takes minutes.
     def loss(*x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        *tokens, state = x
+        *tokens, state, ids, out_weights, last_weights = x
+        weights = out_weights, last_weights
         results = gated_delta_rule(*tokens, state=state, segment_ids=ids, implementation=implementation)
         out, last = ((x.astype(jnp.float32) * w).sum() for x, w in zip(results, weights, strict=True))
         return out + last, results
 
-    inputs = [*(x.astype(dtype) for x in inputs[:3]), *inputs[3:]]
+    inputs = [*(x.astype(dtype) for x in inputs[:3]), *inputs[3:], ids, *weights]
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         compiled = jax.jit(jax.grad(loss, range(6), has_aux=True)).lower(*inputs).compile()
 
