@@ -19,7 +19,7 @@ BACKENDS = (
     ),
     Backend(
         "mosaic",
-        "Hopper, bfloat16, widths of 64 and 128: kernels whose state stays in registers",
+        "Hopper, bfloat16, widths of 64 and 128, one decay a head: kernels whose state stays in registers",
         mosaic.unsupported_reason,
         mosaic.apply,
         mosaic.lower_priority_reason,
@@ -33,7 +33,7 @@ def gated_delta_rule(
     q: Float[AnyArray, "B T K D"],
     k: Float[AnyArray, "B T K D"],
     v: Float[AnyArray, "B T N V"],
-    log_decay: Float[AnyArray, "B T N"],
+    log_decay: Float[AnyArray, "B T N"] | Float[AnyArray, "B T N D"],
     beta: Float[AnyArray, "B T N"],
     *,
     segment_ids: Int[AnyArray, "B T"] | None = None,
@@ -43,7 +43,8 @@ def gated_delta_rule(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N D V"]]:
     """Compute the gated delta rule (Yang et al., arXiv:2412.06464): fading memory that is corrected for each key.
 
-    For each value head, S <- e^log_decay S; S <- S + k (beta (v - S^T k))^T; out = scale S^T q, after the update.
+    For each value head, S <- e^log_decay S; S <- S + k (beta (v - S^T k))^T; out = scale S^T q, after the update. With
+    a decay for each key channel, each row of S fades by its own (Kimi Delta Attention, arXiv:2510.26692).
     State, decays and sums are float32 (float64 for float64 inputs). A token with log_decay = 0 and beta = 0 leaves the
     state as it is, so padding needs no other mark.
 
@@ -51,7 +52,8 @@ def gated_delta_rule(
         q, k: queries and keys [B, T, K, D] in bfloat16, float16, float32 or float64; for the rule to be stable, the
             length of a key is at most 1.
         v: values [B, T, N, V] of the same dtype. N is a multiple of K: value head n uses key head n // (N // K).
-        log_decay: logarithms of the share of the state that is kept, at most 0.
+        log_decay: logarithms of the share of the state that is kept, at most 0: [B, T, N], or [B, T, N, D] for each
+            key channel.
         beta: how much of the difference is corrected, 0 to 1 (or to 2).
         segment_ids: integers [B, T]; each document begins with an empty state. The tokens of a document are contiguous:
             the same number after another one is a new document. Negative numbers are padding: the state passes over

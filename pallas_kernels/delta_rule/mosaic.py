@@ -38,6 +38,8 @@ def unsupported_reason(request: DeltaRuleRequest) -> str | None:
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
+    if request.log_decay.ndim == 4:
+        return "takes one decay for each value head; got one for each key channel"
     if request.v.dtype != jnp.bfloat16:
         return f"takes bfloat16, got {request.v.dtype}"
     widths = request.k.shape[3], request.v.shape[3]

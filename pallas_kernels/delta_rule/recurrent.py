@@ -38,8 +38,8 @@ def _step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, ja
     Sums over the key width are elementwise products that XLA fuses: each reads the state once.
     """
     q, k, v, log_decay, beta, begins = token
-    kept = jnp.where(begins[:, None], 0, jnp.exp(log_decay))
-    state = state * kept[..., None, None]
+    kept = jnp.exp(log_decay).reshape(*v.shape[:2], -1, 1)
+    state = jnp.where(begins[:, None, None, None], 0, state * kept)
     found = (state * k[..., None]).sum(-2)
     state = state + k[..., None] * (beta[..., None] * (v - found))[..., None, :]
     return state, (state * q[..., None]).sum(-2)

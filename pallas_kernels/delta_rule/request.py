@@ -21,7 +21,7 @@ class DeltaRuleRequest:
     Attributes:
         q, k: [B, T, K, D]; arrays or shape structs.
         v: [B, T, N, V].
-        log_decay: float32 [B, T, N].
+        log_decay: float32 [B, T, N], or [B, T, N, D] for each key channel.
         beta: float32 [B, T, N].
         documents: document numbers that count up from 0, int32 [B, T], or None.
         state: float32 [B, N, D, V], the state of the first document before the first token.
@@ -79,9 +79,15 @@ def make_request(
             f"q, k and v must have one dtype of {', '.join(FLOAT_DTYPES)}; got {q.dtype}, {k.dtype}, {v.dtype}; cast "
             f"them first"
         )
-    for name, x in (("log_decay", log_decay), ("beta", beta)):
-        if x.shape != v.shape[:3]:
-            raise ValueError(f"{name} must be {list(v.shape[:3])}, a number for each value head; got {list(x.shape)}")
+    heads = v.shape[:3]
+    channels = (*heads, k.shape[3])
+    if log_decay.shape not in (heads, channels):
+        raise ValueError(
+            f"log_decay must be {list(heads)}, a number for each value head, or {list(channels)}, one for each of its "
+            f"key channels; got {list(log_decay.shape)}"
+        )
+    if beta.shape != heads:
+        raise ValueError(f"beta must be {list(heads)}, a number for each value head; got {list(beta.shape)}")
     wide = jnp.promote_types(v.dtype, jnp.float32)
     whole = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     if state is None:
@@ -91,7 +97,9 @@ def make_request(
     documents = None
     if segment_ids is not None:
         documents, hidden = find_documents(jnp.asarray(segment_ids), v.shape[:2])
-        log_decay, beta = (jnp.where(hidden[..., None], 0, x) for x in (log_decay, beta))  # the state passes over it
+        hidden = hidden[..., None]
+        beta = jnp.where(hidden, 0, beta)  # the state passes over it
+        log_decay = jnp.where(hidden if log_decay.ndim == 3 else hidden[..., None], 0, log_decay)
     factor = k.shape[3] ** -0.5 if scale is None else scale
     log_decay, beta, state = (jnp.asarray(x, wide) for x in (log_decay, beta, state))
     return DeltaRuleRequest(q, k, v, log_decay, beta, documents, state, factor, current_target())

@@ -12,13 +12,19 @@ from tests.shapes import unchecked
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
 
 
-def arrays(length: int) -> list[jax.Array]:
-    """Two rows, two key heads of 8, four value heads of 6; keys of length 1, values of order 1."""
+def arrays(length: int, channels: bool = False) -> list[jax.Array]:
+    """Two rows, two key heads of 8, four value heads of 6; keys of length 1, values of order 1.
+
+    With `channels` each key channel has its own decay, of which one in 20 leaves nothing.
+    """
     keys = jax.random.split(jax.random.key(0), 6)
     q, k = (jax.random.normal(key, (2, length, 2, 8)) for key in keys[:2])
     k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
     v = jax.random.normal(keys[2], (2, length, 4, 6))
     log_decay = -jnp.exp(jax.random.normal(keys[3], (2, length, 4)) - 2)
+    if channels:
+        drawn = jax.random.normal(keys[3], (2, length, 4, 8))
+        log_decay = jnp.where(drawn > 1.65, -1e4, -jnp.exp(drawn - 2))
     beta = jax.nn.sigmoid(jax.random.normal(keys[4], (2, length, 4)))
     return [q, k, v, log_decay, beta, jax.random.normal(keys[5], (2, 4, 8, 6))]
 
@@ -34,10 +40,11 @@ def outputs_and_gradients(x, ids, implementation):
     return (*found, *gradients)
 
 
-def test_chunks_equal_the_recurrence(monkeypatch):
+@pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
+def test_chunks_equal_the_recurrence(channels, monkeypatch):
     monkeypatch.setattr(xla, "_CHUNK", 16)
     length = 53
-    x = arrays(length)
+    x = arrays(length, channels)
     # Documents that begin within chunks, at a chunk's first token, and two in one chunk; the same number twice.
     starts = np.isin(np.arange(length), (5, 16, 33, 36))
     ids = jnp.asarray(np.stack([np.cumsum(starts) % 2, np.arange(length) > 47]))
@@ -47,9 +54,10 @@ def test_chunks_equal_the_recurrence(monkeypatch):
         np.testing.assert_allclose(a, b, atol=1e-5 if name in ("out", "last") else 1e-4, err_msg=name)
 
 
-def test_a_sequence_in_parts_and_padding():
+@pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
+def test_a_sequence_in_parts_and_padding(channels):
     """The state carries a sequence from call to call; padding, or beta and log_decay of 0, leave it as it is."""
-    *tokens, state = arrays(11)
+    *tokens, state = arrays(11, channels)
 
     @jax.jit
     def in_parts(tokens, state):
@@ -74,5 +82,7 @@ def test_arguments_are_checked():
     *tokens, state = arrays(3)
     with pytest.raises(ValueError, match=r"value heads \(3\) must be a multiple of the number of key heads \(2\)"):
         gated_delta_rule(*tokens[:2], *(x[:, :, :3] for x in tokens[2:]))
+    with unchecked(), pytest.raises(ValueError, match=r"log_decay must be \[2, 3, 4\], .* or \[2, 3, 4, 8\], one"):
+        gated_delta_rule(*tokens[:3], tokens[3][..., None], tokens[4])
     with unchecked(), pytest.raises(ValueError, match=r"state must be \[2, 4, 8, 6\]"):
         gated_delta_rule(*tokens, state=state[..., :2])

@@ -32,10 +32,11 @@ def test_error_is_that_of_the_plain_version_and_no_race(name, monkeypatch, capfd
     assert "RACE" not in captured.out + captured.err
 
 
-def shapes(length, dtype=jnp.bfloat16, width=128):
+def shapes(length, dtype=jnp.bfloat16, width=128, channels=()):
     keys, values, gates = (1, length, 8, width), (1, length, 16, width), (1, length, 16)
     types = dtype, dtype, dtype, jnp.float32, jnp.float32
-    return [jax.ShapeDtypeStruct(*x) for x in zip((keys, keys, values, gates, gates), types, strict=True)]
+    sizes = keys, keys, values, (*gates, *channels), gates
+    return [jax.ShapeDtypeStruct(*x) for x in zip(sizes, types, strict=True)]
 
 
 @needs_mosaic
@@ -63,6 +64,7 @@ def test_compiled_for_hopper_with_all_sums_in_registers(packed, monkeypatch, cap
     ("shape", "reason"),
     [
         ({"length": 128, "dtype": jnp.float16}, "takes bfloat16, got float16"),
+        ({"length": 128, "channels": (128,)}, "takes one decay for each value head; got one for each key channel"),
         ({"length": 128, "width": 96}, "widths of keys and values must be 64 or 128; got 96 and 96"),
     ],
 )
