@@ -19,8 +19,9 @@ from jaxstack.data.streams import choose_tokenizer, import_chat
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
 
-if TYPE_CHECKING:  # it needs the optional dependency jinja2
+if TYPE_CHECKING:  # they need the optional dependency jinja2
     from jaxstack.data.chat_template import ChatTemplate
+    from jaxstack.data.chat_turns import ChatTurns
 
 Report = Callable[[str], None]
 
@@ -46,7 +47,8 @@ class Prompts:
     """The prompts of a run: those to train on in a fixed order, and those that are held out; made by `open_prompts`.
 
     Args:
-      tokenizer: the model's tokenizer, with its chat template.
+      encode: encodes a prompt that is made during the run.
+      turns: reads answers and writes what follows them.
       stop_tokens: ids that end an answer.
       train, held_out: the prompts.
       seed: of the order.
@@ -55,14 +57,17 @@ class Prompts:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        encode: "_Encoder",
+        turns: "ChatTurns",
         stop_tokens: frozenset[int],
         train: Sequence[Prompt],
         held_out: Sequence[Prompt],
         seed: int,
         files: list[tuple[str, Sequence[SourceFile]]],
     ):
-        self.tokenizer = tokenizer
+        self.tokenizer = encode.tokenizer
+        self.encode = encode
+        self.turns = turns
         self.stop_tokens = stop_tokens
         self.train = train
         self.held_out = held_out
@@ -112,7 +117,16 @@ class Prompts:
         return f"{len(self.train):,} training and {len(self.held_out):,} held-out prompts"
 
 
-def open_prompts(config: DataConfig, longest: int, seed: int, stop_tokens: frozenset[int], report: Report) -> Prompts:
+def open_prompts(
+    config: DataConfig,
+    longest: int,
+    seed: int,
+    stop_tokens: frozenset[int],
+    report: Report,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    texts: bool = False,
+) -> Prompts:
     """Read and encode the prompts of a run.
 
     Args:
@@ -121,9 +135,12 @@ def open_prompts(config: DataConfig, longest: int, seed: int, stop_tokens: froze
       seed: decides the order.
       stop_tokens: ids that end an answer, in addition to those of the chat template.
       report: called with a line of text when something deserves notice.
+      tools: JSON schemas of the tools that answers may call, in place of those of the records.
+      texts: messages of the user follow answers.
 
     Raises:
-      ConfigError: a source that cannot be read as configured, a prompt that is too long, or no prompt.
+      ConfigError: a source that cannot be read as configured, a prompt that is too long, no prompt, or a template that
+        cannot write tools or further turns.
     """
     everything = (*config.sources, *config.held_out)
     tokenizer = choose_tokenizer(config, everything, [], Path(), report)
@@ -131,7 +148,11 @@ def open_prompts(config: DataConfig, longest: int, seed: int, stop_tokens: froze
     tokenizer.chat = chats.format
     if chats.warning is not None:
         report(chats.warning)
-    encode = _Encoder(tokenizer, chats.template)
+    encode = _Encoder(tokenizer, chats.template, tools)
+    stop_tokens |= encode.stop_tokens
+    from jaxstack.data.chat_turns import ChatTurns  # needs jinja2, which `import_chat` has found
+
+    turns = ChatTurns(tokenizer, chats.template, stop_tokens, tools, texts=texts)
     limit = _Limit(config.chat.too_long == "drop", longest)
     fraction = 0.0 if config.held_out else config.held_out_fraction
     found = [prompt for source in config.sources for prompt in limit.apply(source, _read(source, encode))]
@@ -143,15 +164,16 @@ def open_prompts(config: DataConfig, longest: int, seed: int, stop_tokens: froze
             f"no prompt is left to train on ({len(held_out):,} are held out); see data.held_out_fraction."
         )
     files: list[tuple[str, Sequence[SourceFile]]] = [(source.path, find_files(source.path)) for source in everything]
-    return Prompts(tokenizer, stop_tokens | encode.stop_tokens, train, held_out, seed, files)
+    return Prompts(encode, turns, stop_tokens, train, held_out, seed, files)
 
 
 class _Encoder:
     """Encodes a prompt, a text or messages, by the chat template if there is one."""
 
-    def __init__(self, tokenizer: Tokenizer, template: "ChatTemplate | None"):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, template: "ChatTemplate | None", tools: Sequence[Mapping[str, Any]]):
+        self.tokenizer = tokenizer
         self._template = template
+        self._tools = list(tools)
         self.stop_tokens = frozenset({tokenizer.document_start})
         """Ids that end an answer."""
         if template is not None:
@@ -169,7 +191,7 @@ class _Encoder:
         Raises:
           ConfigError: it is neither a text nor messages, or contains a special token.
         """
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         shown = json.dumps(text, ensure_ascii=False)
         if special := next((token for token in tokenizer.special_tokens if token in shown), None):
             raise ConfigError(
@@ -184,7 +206,7 @@ class _Encoder:
             return (tokenizer.document_start, *map(int, tokenizer.encode(text)))
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
         try:
-            rendered = self._template.render(messages, tools, prompt=True)
+            rendered = self._template.render(messages, self._tools or tools, prompt=True)
         except ChatError as error:
             raise ConfigError(f"{where}: {error}") from None
         return tuple(map(int, tokenizer.encode_marked([rendered])[0][0]))

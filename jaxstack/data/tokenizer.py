@@ -4,6 +4,7 @@ Dimensions: V vocabulary. Ids are int32 arrays with one dim.
 """
 
 import hashlib
+import itertools
 import json
 import os
 from abc import ABC, abstractmethod
@@ -75,6 +76,12 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_marked(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids` with the special tokens that `encode_marked` recognizes."""
+        marks = {i: text for text, i in self.special_tokens.items()}
+        parts = itertools.groupby(ids, marks.get)
+        return "".join(self.decode(part) if mark is None else mark * len([*part]) for mark, part in parts)
 
     def fallback_byte(self, token: int) -> bytes | None:
         """Return the byte that an id of a byte-fallback vocabulary represents; None for every other id."""

@@ -1,8 +1,9 @@
 """Configuration of rollouts: how many prompts are answered, and how the engine samples the answers."""
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jaxstack.config.base import Component
+from jaxstack.reinforce.scorers import check_path
 
 
 class SamplerConfig(Component):
@@ -17,13 +18,33 @@ class SamplerConfig(Component):
     """Number of tokens of each answer that one program samples, before the host looks which answers have ended."""
 
 
+class EnvironmentConfig(Component):
+    """Configuration of an environment: tools that answers may call, and what follows an answer."""
+
+    path: tuple[str, ...] = ()
+    """Functions, which are tools, and at most one class with `reset`, `step` and further tools, each as
+    `module:name` or `file.py:name`; modules are also looked for in the working directory. []: a prompt has one
+    answer."""
+    turns: int = Field(default=8, ge=1)
+    """Largest number of answers of a sample."""
+    time_limit: float = Field(default=10.0, gt=0, le=3600)
+    """Seconds for each call."""
+    workers: int | None = Field(default=None, ge=1)
+    """Samples whose calls run at a time; null: the number of processors."""
+
+    @field_validator("path")
+    @classmethod
+    def _names_code(cls, path: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(check_path, path))
+
+
 class RolloutConfig(Component):
     """Configuration of a rollout: prompts, length and temperature of their answers."""
 
     prompts: int = Field(default=16, ge=1)
     """Number of prompts of a rollout, each with `policy.samples` answers."""
     max_tokens: int = Field(default=256, ge=1)
-    """Token limit of an answer, its stop token included."""
+    """Token limit of an answer, its stop token included; with an environment, of all that follows the prompt."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Divisor of the logits, when answers are sampled and when they are trained on."""
     resample: int = Field(default=0, ge=0)
@@ -34,5 +55,7 @@ class RolloutConfig(Component):
     with the newest weights."""
     eval_prompts: int = Field(default=256, ge=1)
     """Largest number of held-out prompts that an evaluation answers, each once at the temperature and once greedily."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """Tools and turns."""
     engine: SamplerConfig = SamplerConfig()
     """The engine that samples."""

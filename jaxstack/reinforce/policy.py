@@ -446,11 +446,11 @@ def policy_loss(
         without one the model without its adapters.
       batch: `tokens`, `labels` int32 [B, T], where labels are -100 except at the tokens before sampled ones; float32
         [B, T] of each sampled token `advantages`, `shares` and `sampler_logprobs`, see `Tokens`, and `old_logprobs` if
-        this may not be the first update with the answers. The sampled tokens of a row are consecutive.
+        this may not be the first update with the answers.
       train: True adds the layers' own losses, such as those of routers.
       settings: the loss.
       temperature: divisor of the logits with which the answers were sampled.
-      length: largest number of tokens of an answer, see `sum_over_tokens`; None: T.
+      length: largest number of tokens of an answer, those between its turns included, see `sum_over_tokens`; None: T.
     """
     length = length or batch["labels"].shape[1]
     policy, sums = token_log_probabilities(model, batch, temperature, length, with_losses=train)

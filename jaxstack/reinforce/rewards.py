@@ -12,16 +12,13 @@ that sample, and the sample's result tells it.
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import operator
 import re
-import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeAlias
 
@@ -38,7 +35,9 @@ from jaxstack.reinforce.scorers import (
     Sample,
     Scorer,
     all_outcomes,
+    check_path,
     describe_error,
+    imported,
 )
 
 
@@ -321,6 +320,16 @@ class Length(SampleReward):
         return max(-1.0, min(0.0, (self.limit - self.buffer - sample.tokens) / self.buffer))
 
 
+class EnvironmentReward(Reward):
+    """Sum of the rewards that the environment's `step` has returned; see `jaxstack.reinforce.environment`."""
+
+    name: Literal["environment"] = "environment"
+
+    def score(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
+        missing = Failure("there is no environment")
+        return [missing if sample.environment is None else sample.environment for sample in samples]
+
+
 class Python(Reward):
     """A user's function, from a list of samples (see `Sample`) to a list with the reward of each.
 
@@ -339,23 +348,20 @@ class Python(Reward):
     @field_validator("path")
     @classmethod
     def _names_a_function(cls, path: str) -> str:
-        place, _, function = path.rpartition(":")
-        if not place or not function.isidentifier():
-            raise ValueError(f"path is module:function or file.py:function; found {path!r}.")
-        return path
+        return check_path(path)
 
     @property
     def columns(self) -> tuple[str, ...]:
         return self.needs
 
     def score(self, samples: Sequence[Sample]) -> Sequence[float]:
-        found = list(_imported(self.path)(list(samples)))
+        found = list(imported(self.path)(list(samples)))
         if len(found) != len(samples):
             raise ValueError(f"{self.path} returns one number per sample; it returned {len(found)} for {len(samples)}")
         return [float(x) for x in found]
 
     def prepare(self) -> None:
-        _imported(self.path)
+        imported(self.path)
 
     def open(self, load_model: LoadModel | None) -> Scorer:
         del load_model
@@ -365,23 +371,6 @@ class Python(Reward):
             scorer.close()
             raise ConfigError(f"the reward function {self.path} cannot be imported: {problem}")
         return scorer
-
-
-@functools.cache
-def _imported(path: str) -> Callable[[list[Sample]], Iterable[float]]:
-    place, _, name = path.rpartition(":")
-    if place.endswith(".py"):
-        file = Path(place).expanduser()
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[file.stem] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
-    if not callable(getattr(module, name)):
-        raise TypeError(f"{name} is not a function")
-    return getattr(module, name)
 
 
 class UnitTests(ColumnReward):
@@ -509,7 +498,7 @@ class _Modelled:
         pass
 
 
-REWARDS = (Exact, Contains, Regex, JsonSchema, Number, Expression, Length, UnitTests, Model, Python)
+REWARDS = (Exact, Contains, Regex, JsonSchema, Number, Expression, Length, UnitTests, EnvironmentReward, Model, Python)
 """Every reward that the section `reward` can choose by `name`. A new one is added here."""
 
 if TYPE_CHECKING:

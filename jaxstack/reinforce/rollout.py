@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,21 @@ import numpy as np
 from jaxstack.data.batch_source import HostBatch
 from jaxstack.data.prompts import Prompt, Prompts
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.files import write_json
 from jaxstack.loss import IGNORE
+from jaxstack.observe.report.samples import SAMPLES
 from jaxstack.reinforce.config import RolloutConfig
+from jaxstack.reinforce.environment import Environment
+from jaxstack.reinforce.episodes import Episode, Episodes
 from jaxstack.reinforce.policy import PolicyConfig
 from jaxstack.reinforce.rewards import RewardResult, Rewards, Sample
-from jaxstack.reinforce.sampler import Answer, Sampler
+from jaxstack.reinforce.sampler import Sampler
 from jaxstack.state import TrainState
 
 _EVALUATION = 2**31
 """Offset of the seeds of evaluations, whose answers are then not those of training."""
+_SHOWN_GROUPS = 2
+"""Number of prompts of which answers are shown in the report."""
 _SPARE = 2**30
 """Offset of the seeds of answers to prompts that replace others."""
 
@@ -55,7 +62,7 @@ class _Sampled:
 
     samples: int
     prompts: Sequence[Prompt]
-    answers: Sequence[Answer]
+    answers: Sequence[Episode]
     results: Sequence[RewardResult]
     rollout_seconds: float
     reward_seconds: float
@@ -83,6 +90,26 @@ class _Sampled:
         prompts, answers, results = ([values[row] for row in rows] for values in lists)
         return dataclasses.replace(self, prompts=prompts, answers=answers, results=results)
 
+    def shown(self) -> list[dict[str, Any]]:
+        """Return the best and the worst answer to each of the first prompts as plain JSON, for the report."""
+        rewards = self.rewards[:_SHOWN_GROUPS]
+        rows = [
+            group * self.samples + place
+            for group, values in enumerate(rewards)
+            for place in dict.fromkeys([int(values.argmax()), int(values.argmin())])
+        ]
+        return [
+            {
+                "prompt": self.prompts[row].text,
+                "messages": [*self.answers[row].messages],
+                "reward": self.results[row].total,
+                "rewards": dict(self.results[row].parts),
+                "truncated": self.answers[row].truncated,
+                "problems": [*filter(None, [self.results[row].error]), *self.answers[row].failures],
+            }
+            for row in rows
+        ]
+
     def metrics(self, names: Sequence[str]) -> dict[str, float]:
         """Return the values of all answers for the log; `names` are those of the rewards."""
         rewards = self.rewards
@@ -90,8 +117,7 @@ class _Sampled:
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std(1, ddof=min(1, self.samples - 1)).mean()),
             "useful_groups": float(np.mean(np.ptp(rewards, axis=1) > 0)),
-            "answer_tokens": float(np.mean([len(answer.tokens) for answer in self.answers])),
-            "truncated": float(np.mean([answer.truncated for answer in self.answers])),
+            **_lengths(self.answers),
             "rollout_seconds": self.rollout_seconds,
             "reward_seconds": self.reward_seconds,
         }
@@ -114,6 +140,8 @@ class Rollouts:
       length: T.
       seed: of the sampled answers.
       say: reports rewards that fail.
+      environment: tools and turns; None: a prompt has one answer.
+      folder: where `SAMPLES` is written, with some answers of the newest rollout; None: nowhere.
     """
 
     def __init__(
@@ -125,14 +153,18 @@ class Rollouts:
         length: int,
         seed: int,
         say: Callable[[str], None],
+        environment: Environment | None = None,
+        folder: Path | None = None,
     ):
         self.prompts = prompts
+        self._episodes = Episodes(prompts, config.max_tokens, length - config.max_tokens, environment)
         self._rewards = rewards
         self._policy = policy
         self._config = config
         self._length = length
         self._seed = seed
         self._say = say
+        self._folder = folder
         self._sampler: Sampler | None = None
         self._state: Callable[[], TrainState] | None = None
         self.current: Rollout | None = None
@@ -194,7 +226,8 @@ class Rollouts:
         """Answer the held-out prompts once at the temperature and once greedily; None if there are none.
 
         Returns:
-          `eval_reward`, `eval_reward_greedy`, and of the sampled answers `eval_answer_tokens` and `eval_truncated`.
+          `eval_reward`, `eval_reward_greedy`, and of the sampled answers `eval_answer_tokens`, `eval_truncated` and,
+          with an environment, `eval_turns`, `eval_tool_calls` and `eval_failed_calls`.
         """
         asked = self.prompts.held_out[: self._config.eval_prompts]
         if not asked:
@@ -209,8 +242,7 @@ class Rollouts:
         return {
             "eval_reward": float(totals[0].mean()),
             "eval_reward_greedy": float(totals[1].mean()),
-            "eval_answer_tokens": float(np.mean([len(answer.tokens) for answer in sampled])),
-            "eval_truncated": float(np.mean([answer.truncated for answer in sampled])),
+            **{f"eval_{name}": value for name, value in _lengths(sampled).items()},
             "eval_items": float(len(asked)),
             "eval_seconds": time.perf_counter() - began,
         }
@@ -229,6 +261,8 @@ class Rollouts:
             metrics["rollouts"] = 1.0 + further
         counts = self._policy.counts(sampled.rewards)
         kept = np.sort(np.argsort(~counts, kind="stable")[:wanted])
+        if self._folder is not None:
+            write_json(self._folder / SAMPLES, {"rollout": number, "samples": sampled.shown()})
         return Rollout(self._arrange(sampled.groups(kept)), metrics)
 
     def _sample(self, number: int, *, spare: bool = False) -> "_Sampled":
@@ -244,54 +278,61 @@ class Rollouts:
         results = self._reward(asked, answers)
         return _Sampled(samples, asked, answers, results, answered - began, time.perf_counter() - answered)
 
-    def _answer(self, prompts: Sequence[Prompt], temperatures: Sequence[float], seeds: Sequence[int]) -> list[Answer]:
+    def _answer(self, prompts: Sequence[Prompt], temperatures: Sequence[float], seeds: Sequence[int]) -> list[Episode]:
         assert self._sampler is not None and self._state is not None, "attach a sampler first"
         self._sampler.load(self._state())
         try:
-            ids = [prompt.ids for prompt in prompts]
-            return self._sampler.sample(ids, self._config.max_tokens, temperatures, seeds)
+            return self._episodes(self._sampler.sample, prompts, temperatures, seeds)
         finally:
             self._sampler.unload()
 
-    def _reward(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[RewardResult]:
-        decode = self.prompts.tokenizer.decode
+    def _reward(self, prompts: Sequence[Prompt], answers: Sequence[Episode]) -> list[RewardResult]:
         found = self._rewards(
             [
                 Sample(
                     prompt.text,
-                    decode(answer.tokens[: answer.text_tokens]),
+                    answer.text,
                     prompt.columns,
                     answer.truncated,
-                    len(answer.tokens),
+                    answer.count,
+                    answer.messages,
+                    answer.reward,
                 )
                 for prompt, answer in zip(prompts, answers, strict=True)
             ]
         )
-        failed = [(number, result.error) for number, result in enumerate(found) if result.error is not None]
-        if failed:
-            number, error = failed[0]
-            prompt, answer = prompts[number], answers[number]
-            text = decode(answer.tokens[: answer.text_tokens])
-            self._say(
-                f"warning: {len(failed):,} of {len(found):,} answers have no reward, which counts as 0; the first: "
-                f"{error} (prompt {_shown(prompt.text)}, answer {_shown(text)})"
-            )
+        errors = [result.error for result in found]
+        self._warn(errors, prompts, answers, "answers have no reward, which counts as 0")
+        failures = [answer.failures[0] if answer.failures else None for answer in answers]
+        self._warn(failures, prompts, answers, "answers have calls that failed, which the model was told")
         return found
 
+    def _warn(
+        self, errors: Sequence[str | None], prompts: Sequence[Prompt], answers: Sequence[Episode], what: str
+    ) -> None:
+        """Report the number of answers with an error, and the first of them."""
+        failed = [number for number, error in enumerate(errors) if error is not None]
+        if failed:
+            prompt, answer = prompts[failed[0]], answers[failed[0]]
+            self._say(
+                f"warning: {len(failed):,} of {len(errors):,} {what}; the first: {errors[failed[0]]} "
+                f"(prompt {_shown(prompt.text)}, answer {_shown(answer.text)})"
+            )
+
     def _arrange(self, sampled: "_Sampled") -> HostBatch:
-        """Return the answers as a batch, one in each row."""
+        """Return the answers as a batch, one in each row; only sampled tokens have labels."""
         batch = self._empty(len(sampled.answers))
         advantages = self._policy.advantages(sampled.rewards).ravel()
         counts = np.repeat(self._policy.counts(sampled.rewards), self._policy.samples)
-        for row, (prompt, answer) in enumerate(zip(sampled.prompts, sampled.answers, strict=True)):
-            ids = [*prompt.ids, *answer.tokens]
+        for row, answer in enumerate(sampled.answers):
+            ids = [*answer.prompt, *answer.tokens]
             batch["tokens"][row, : len(ids) - 1] = ids[:-1]
-            places = slice(len(prompt.ids) - 1, len(ids) - 1)
-            batch["labels"][row, places] = answer.tokens
-            batch["sampler_logprobs"][row, places] = answer.log_probabilities
+            places = np.flatnonzero(answer.sampled) + len(answer.prompt) - 1
+            batch["labels"][row, places] = np.array(ids)[places + 1]
+            batch["sampler_logprobs"][row, places] = np.array(answer.log_probabilities)[answer.sampled]
             batch["advantages"][row, places] = advantages[row]
             if counts[row] and not (answer.truncated and self._policy.masks_overlong):
-                batch["shares"][row, places] = 1 / len(answer.tokens)
+                batch["shares"][row, places] = 1 / len(places)
         return batch
 
     def _empty(self, rows: int) -> dict[str, np.ndarray]:
@@ -301,6 +342,19 @@ class Rollouts:
             "labels": np.full(shape, IGNORE, np.int32),
             **{name: np.zeros(shape, np.float32) for name in self._policy.arrays},
         }
+
+
+def _lengths(answers: Sequence[Episode]) -> dict[str, float]:
+    """Return the mean length of answers, and of those in an environment the mean number of turns and calls."""
+    found = {
+        "answer_tokens": float(np.mean([answer.count for answer in answers])),
+        "truncated": float(np.mean([answer.truncated for answer in answers])),
+    }
+    if any(answer.reward is not None for answer in answers):
+        found["turns"] = float(np.mean([answer.turns for answer in answers]))
+        found["tool_calls"] = float(np.mean([answer.calls for answer in answers]))
+        found["failed_calls"] = float(np.mean([len(answer.failures) for answer in answers]))
+    return found
 
 
 def _shown(text: object) -> str:

@@ -177,26 +177,30 @@ class Sampler:
         return 0 if self._engine is None else self._engine.programs.compiled
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, temperatures: Sequence[float], seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: Sequence[int],
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
     ) -> list[Answer]:
         """Return an answer to each prompt; `load` was called before.
 
         Args:
           prompts: token ids.
-          max_tokens: token limit of an answer, its stop token included.
+          max_tokens: token limit of each answer, its stop token included.
           temperatures: divisor of the logits of each answer; 0 takes the likeliest tokens.
           seeds: an answer depends on its seed, its prompt and the weights alone (up to rounding).
         """
         assert self._engine is not None, "load weights first"
         engine = self._engine
-        asked = list(zip(prompts, temperatures, seeds, strict=True))
+        asked = list(zip(prompts, max_tokens, temperatures, seeds, strict=True))
         first = self._first_of_each(prompts)
         requests: dict[int, Request] = {}
 
         def submit(number: int) -> None:
-            prompt, temperature, seed = asked[number]
+            prompt, most, temperature, seed = asked[number]
             sampling = Sampling(max(temperature, _GREEDY))
-            requests[number] = engine.submit(prompt, max_tokens, sampling, seed=seed)
+            requests[number] = engine.submit(prompt, most, sampling, seed=seed)
 
         for number in first:
             submit(number)

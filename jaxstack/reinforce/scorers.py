@@ -5,6 +5,8 @@ A `Scorer` gives each `Sample` a number, or a `Failure` that says why it has non
 
 import contextlib
 import dataclasses
+import functools
+import importlib.util
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -15,9 +17,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Reason for which a sample has no reward."""
+
+    reason: str
+
+
+Outcome: TypeAlias = float | Failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +38,12 @@ class Sample:
 
     Attributes:
       prompt: a text, or messages with `role` and `content`.
-      answer: the decoded answer, without its stop token.
+      answer: the decoded answer, without its stop token; of several turns the last one.
       columns: the other keys of the prompt's record.
       truncated: the answer reached the limit of tokens, and has no stop token.
       tokens: number of the answer's tokens, the stop token included; None if it is not known.
+      messages: all messages after the prompt, with `role` and `content`: answers, results of tools, observations.
+      environment: sum of the rewards of the environment's steps, or why it failed; None: there is no environment.
     """
 
     prompt: str | Sequence[Mapping[str, Any]]
@@ -37,6 +51,8 @@ class Sample:
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     truncated: bool = False
     tokens: int | None = None
+    messages: Sequence[Mapping[str, Any]] = ()
+    environment: Outcome | None = None
 
     def column(self, name: str) -> Any:
         """Return the value of a column.
@@ -50,16 +66,6 @@ class Sample:
         return value
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """Reason for which a sample has no reward."""
-
-    reason: str
-
-
-Outcome: TypeAlias = float | Failure
-
-
 class Scorer(Protocol):
     """Interface of a reward that is ready: it may hold processes or a model."""
 
@@ -71,13 +77,49 @@ class Scorer(Protocol):
 class Computation(Protocol):
     """Interface of what computes rewards. Both functions may raise any exception."""
 
-    def score(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
+    def score(self, samples: Any) -> Any:
         """Return the reward of each sample."""
         ...
 
-    def prepare(self) -> None:
-        """Do what can fail before there are samples."""
+    def prepare(self) -> Any:
+        """Do what can fail before there are samples; what it returns is `InAnotherProcess.prepared`."""
         ...
+
+
+@functools.cache
+def imported(path: str) -> Callable[..., Any]:
+    """Return the function or class that a path names, `module:name` or `file.py:name`; a file is run once.
+
+    Raises:
+      TypeError: it is neither. Importing may raise any exception.
+    """
+    place, _, name = path.rpartition(":")
+    if place.endswith(".py"):
+        file = Path(place).expanduser().absolute()
+        module = sys.modules.get(file.stem)
+        if module is None or getattr(module, "__file__", None) != str(file):
+            spec = importlib.util.spec_from_file_location(file.stem, file)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[file.stem] = module
+            spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    if not callable(getattr(module, name)):
+        raise TypeError(f"{name} is not a function")
+    return getattr(module, name)
+
+
+def check_path(path: str) -> str:
+    """Return a path that has the form that `imported` takes.
+
+    Raises:
+      ValueError: it has another one.
+    """
+    place, _, function = path.rpartition(":")
+    if not place or not function.isidentifier():
+        raise ValueError(f"path is module:function or file.py:function; found {path!r}.")
+    return path
 
 
 def describe_error(error: BaseException) -> str:
@@ -121,11 +163,13 @@ class InAnotherProcess:
         self._limit = time_limit
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Any = None
+        self.prepared: Any = None
+        """What the reward's `prepare` has returned."""
 
     def prepare(self) -> str | None:
         """Start the process, and return why the reward's function cannot be imported; None if it can."""
-        found = self._request(None, max(self._limit, _START_LIMIT))
-        return found.reason if isinstance(found, Failure) else None
+        self.prepared = self.request(None, max(self._limit, _START_LIMIT))
+        return self.prepared.reason if isinstance(self.prepared, Failure) else None
 
     def __call__(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
         found = self._ask(samples)
@@ -145,13 +189,13 @@ class InAnotherProcess:
         return outcomes
 
     def _ask(self, samples: Sequence[Sample]) -> list[Outcome] | Failure:
-        if self._process is None and (problem := self.prepare()) is not None:
-            return Failure(problem)
-        found = self._request(list(samples), self._limit)
+        found = self.request(list(samples), self._limit)
         return found if isinstance(found, Failure) else list(found)
 
-    def _request(self, samples: list[Sample] | None, limit: float) -> Any:
-        """Return what the process answers, or a failure."""
+    def request(self, samples: list[Any] | None, limit: float) -> Any:
+        """Return what the process answers within `limit` seconds, or a failure; None as samples prepares it."""
+        if samples is not None and self._process is None and (problem := self.prepare()) is not None:
+            return Failure(problem)
         try:
             if self._process is None:
                 self._start()
@@ -210,7 +254,7 @@ def serve() -> None:
             try:
                 answer = reward.prepare() if samples is None else reward.score(samples)
             except BaseException as error:
-                answer = Failure(f"{describe_error(error)}{_place(error)}")
+                answer = Failure(f"{describe_error(error)}{place_of(error)}")
             pipe.send(answer)
 
 
@@ -220,7 +264,7 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _place(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
     """Return the line at which an exception was raised, as ` (file.py:3)`; "" if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -9,6 +9,7 @@ import jax
 
 from jaxstack.data.prompts import open_prompts
 from jaxstack.errors import ConfigError
+from jaxstack.reinforce.environment import Description, Environment
 from jaxstack.reinforce.policy import LOSSES, TEACHER
 from jaxstack.reinforce.rewards import Rewards, build_rewards, check_columns
 from jaxstack.reinforce.rollout import Rollouts
@@ -48,6 +49,7 @@ class ReinforcementTask(Task):
     def __init__(self) -> None:
         super().__init__()
         self._rewards: Rewards | None = None
+        self._environment: Environment | None = None
 
     def check(self, config: RunConfig) -> None:
         """Check settings that need neither devices nor data.
@@ -89,20 +91,39 @@ class ReinforcementTask(Task):
             )
 
     def open(self, config: RunConfig, say: Callable[[str], None]) -> Rollouts:
-        """Open the prompts and the rewards.
+        """Open the environment, the prompts and the rewards.
 
         Raises:
-          ConfigError: there are several processes, or prompts or rewards cannot be read.
+          ConfigError: there are several processes, prompts or rewards cannot be read, the environment cannot be used,
+            or the chat template cannot write its tools and turns.
         """
         if jax.process_count() > 1:
             raise ConfigError(
                 f"jaxstack.reinforce runs in one process, with all GPUs of a machine; found {jax.process_count()}."
             )
-        prompts = open_prompts(config.data, _room(config), config.run.seed, _stop_tokens(config), say)
+        environment = config.rollout.environment
+        self._environment = Environment(environment) if environment.path else None
+        known = Description() if self._environment is None else self._environment.description
+        if not known.steps and any(reward.kind == "environment" for reward in config.reward):
+            raise ConfigError(
+                "reward environment is the sum of what the environment's step returns; name a class with step in "
+                "rollout.environment.path, or remove that reward."
+            )
+        prompts = open_prompts(
+            config.data, _room(config), config.run.seed, _stop_tokens(config), say, known.tools, texts=known.steps
+        )
         check_columns(config.reward, prompts.columns(), config.data.sources[0].path)
         self._rewards = build_rewards(config.reward, load_reward_model)
         return Rollouts(
-            prompts, self._rewards, config.policy, config.rollout, config.train.sequence_length, config.run.seed, say
+            prompts,
+            self._rewards,
+            config.policy,
+            config.rollout,
+            config.train.sequence_length,
+            config.run.seed,
+            say,
+            self._environment,
+            config.directory,
         )
 
     def make_trainer(self, config: RunConfig, data: Rollouts) -> Trainer:
@@ -112,6 +133,9 @@ class ReinforcementTask(Task):
         trainer.steps_together = config.policy.updates
         trainer.temperature = config.rollout.temperature
         trainer.longest_answer = config.rollout.max_tokens
+        longest = data.prompts.longest
+        if config.rollout.environment.path:  # further turns find full pages in the cache
+            longest = max(longest, config.rollout.engine.page_size + 1)
         data.attach(
             Sampler(
                 trainer,
@@ -119,7 +143,7 @@ class ReinforcementTask(Task):
                 prompts=config.rollout.prompts,
                 answers=config.train.global_batch_size,
                 requests=data.largest,
-                longest=data.prompts.longest,
+                longest=longest,
                 context=config.train.sequence_length,
                 vocab_size=data.vocab_size,
                 stop_tokens=data.prompts.stop_tokens,
@@ -138,9 +162,10 @@ class ReinforcementTask(Task):
         say(f'next: python -m jaxstack.generate --run {shlex.quote(str(config.directory))} {chat}--prompt "..."')
 
     def close(self) -> None:
-        """End the processes of the rewards."""
-        if self._rewards is not None:
-            self._rewards.close()
+        """End the processes of the rewards and of the environment."""
+        for opened in (self._rewards, self._environment):
+            if opened is not None:
+                opened.close()
 
 
 def _room(config: RunConfig) -> int:

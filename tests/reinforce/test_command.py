@@ -4,16 +4,30 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import jaxstack.reinforce.__main__ as command
 import jaxstack.train as train_command
+from jaxstack.reinforce.environment import Environment
 from jaxstack.reinforce.task import reinforce
+from jaxstack.run.load import load
 from jaxstack.run_config import load_config
 
 FIXTURE = Path(__file__).parents[1] / "models" / "huggingface" / "qwen3"
 WORDS = [*"abcdef", "what", "is", "it", "yes", "no"]
+GAME = """
+import random
+
+def add(x: int) -> int:
+    return x + 1
+
+class Game:
+    def step(self, answer):
+        return random.choice(["what", "is", "it"]), len(answer) % 3 + random.random(), random.random() < 0.3
+"""
 METRICS = {
     *("loss", "reward", "reward_std", "useful_groups", "answer_tokens", "truncated", "entropy", "clip_share", "kl"),
     *("sampler_logprob_difference", "rollout_seconds", "train_seconds"),
@@ -51,6 +65,11 @@ def folder(tmp_path_factory) -> Path:
         "observe": {"trackers": ["jsonl"], "log_every": 1, "progress": False},
     }
     (place / "grpo.yaml").write_text(json.dumps(config))
+    (place / "game.py").write_text(GAME)
+    for name, content in (("plain", "m.content"), ("forgets", "m.content.split('</think>')[-1]")):
+        turn = "'<|im_start|>' + m.role + ' ' + " + content + " + '<|im_end|>'"
+        begin = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+        (place / f"{name}.jinja").write_text("{% for m in messages %}{{ " + turn + " }}{% endfor %}" + begin)
     return place
 
 
@@ -74,6 +93,15 @@ def test_wrong_configurations_are_one_message(folder, capsys):
         "rollout.max_tokens=16": "train.sequence_length (16) must exceed rollout.max_tokens (16)",
         "rollout.max_tokens=8": "prompts of",
         "reward=[{name: exact}]": "reward exact needs the column 'answer' in",
+        "reward=[{name: environment}]": "reward environment is the sum of what the environment's step returns",
+        "rollout.environment={path: [nothing]}": "path is module:function or file.py:function; found 'nothing'",
+        f"rollout.environment={{path: ['{folder}/game.py:nothing']}}": "cannot be used: AttributeError",
+        f"rollout.environment={{path: ['{folder}/game.py:add']}} & data.chat.template={folder}/plain.jinja": (
+            "the chat template does not write tool calls; give another template (data.chat.template)"
+        ),
+        f"rollout.environment={{path: ['{folder}/game.py:Game']}} & data.chat.template={folder}/forgets.jinja": (
+            "the chat template leaves the reasoning out of an answer once messages of the user follow it"
+        ),
     }
     for override, message in cases.items():
         assert command.main(["--config", str(folder / "grpo.yaml"), *override.split(" & ")]) == 2, override
@@ -150,3 +178,43 @@ def test_groups_of_equal_rewards_are_replaced(folder, trained):
     reinforce(load_config(folder / "grpo.yaml", ["run.name=cut", *more, "train.steps=2"]))
     resumed = reinforce(load_config(folder / "grpo.yaml", ["run.name=cut", *more])).metrics
     assert [resumed[name] for name in ("reward", "rollouts")] == [lines[-1][name] for name in ("reward", "rollouts")]
+
+
+@pytest.mark.longer
+def test_a_killed_run_with_an_environment_goes_on_exactly(folder, monkeypatch):
+    """The weights, the random numbers of the environment's code and the samples are those of a run without a break."""
+    more = [
+        f"rollout.environment={{path: ['{folder}/game.py:Game'], turns: 3}}",
+        "rollout.max_tokens=24",
+        "train.sequence_length=40",
+        "reward=[{name: environment}]",
+        "policy.advantage=batch_std",
+    ]
+    whole = reinforce(load_config(folder / "grpo.yaml", ["run.name=turns", *more])).metrics
+    lines = [line for line in metrics_of(folder / "turns") if "reward" in line]
+    assert all(1 < line["turns"] <= 3 and line["tool_calls"] == line["failed_calls"] == 0 for line in lines)
+    assert max(line["sampler_logprob_difference"] for line in lines) < 1e-4
+    work = Environment.__call__
+    calls = 0
+
+    def end_in_the_middle(self, *given):
+        nonlocal calls
+        calls += 1
+        if calls == 12:
+            raise MemoryError("killed")
+        return work(self, *given)
+
+    monkeypatch.setattr(Environment, "__call__", end_in_the_middle)
+    with pytest.raises(MemoryError):
+        reinforce(load_config(folder / "grpo.yaml", ["run.name=killed", *more]))
+    monkeypatch.undo()
+    saved = folder / "killed" / "checkpoints"
+    assert (saved / "2").is_dir() and not (saved / "4").exists()
+    resumed = reinforce(load_config(folder / "grpo.yaml", ["run.name=killed", *more])).metrics
+    names = ["loss", "grad_norm", "reward", "turns", "answer_tokens", "eval_reward", "eval_turns"]
+    assert [resumed[name] for name in names] == [whole[name] for name in names]
+    first, second = (load(folder / name).decoder.params for name in ("turns", "killed"))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    shown = [json.loads((folder / name / "samples.json").read_text()) for name in ("turns", "killed")]
+    assert shown[0] == shown[1] and shown[0]["samples"][0]["messages"][1]["role"] == "user"
+    assert "what" in (folder / "turns" / "report.html").read_text().split("Newest answers")[1]

@@ -20,7 +20,7 @@ def test_answers_share_the_tokens_of_their_prompt(scan):
 
     def sample(prompts: list[list[int]], seeds: list[int]) -> list[tuple[int, ...]]:
         sampler.load(state)
-        answers = sampler.sample(prompts, 5, [1.0] * len(prompts), seeds)
+        answers = sampler.sample(prompts, [5] * len(prompts), [1.0] * len(prompts), seeds)
         sampler.unload()
         return [answer.tokens for answer in answers]
 
@@ -32,3 +32,22 @@ def test_answers_share_the_tokens_of_their_prompt(scan):
     assert sampler.compiled == compiled, "later rollouts compile nothing"
     assert together[1] == together[2] and len({*together}) == 5
     assert [sample([prompt], [1])[0] for prompt in (first, second)] == [together[0], together[3]]
+
+
+def test_a_further_turn_computes_its_new_tokens():
+    """The tokens of the turn before are found in the cache, except for those after its last full page."""
+    trainer = make_trainer(small_config("model.num_kv_heads=4"))
+    sizes = {"prompts": 2, "answers": 4, "requests": 4, "longest": 5, "context": 32, "vocab_size": VOCABULARY}
+    sampler = Sampler(trainer, SamplerConfig(page_size=4), **sizes, stop_tokens=frozenset())
+    prompts = np.random.default_rng(0).integers(0, VOCABULARY, (4, 5)).tolist()
+    sampler.load(trainer.state)
+    first = sampler.sample(prompts, [6] * 4, [1.0] * 4, [1, 2, 3, 4])
+    stats = sampler._engine.stats
+    before = stats.computed_tokens
+    longer = [[*prompt, *answer.tokens, 1, 2, 3] for prompt, answer in zip(prompts, first, strict=True)]
+    second = sampler.sample(longer, [3, 4, 5, 6], [1.0] * 4, [1, 2, 3, 4])
+    assert stats.computed_tokens - before == 4 * (14 - 8), "the last sampled token is in no full page"
+    assert [len(answer.tokens) for answer in second] == [3, 4, 5, 6]
+    sampler.unload()
+    sampler.load(trainer.state)
+    assert second == sampler.sample(longer, [3, 4, 5, 6], [1.0] * 4, [1, 2, 3, 4]), "as from an empty cache"

@@ -23,6 +23,7 @@ from jaxstack.observe.report.panels import (
     render_timeline,
 )
 from jaxstack.observe.report.roofline import render_roofline
+from jaxstack.observe.report.samples import render_samples
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
 
 Tile = tuple[str, str, str] | None
@@ -80,9 +81,9 @@ _DRAWN = {"pipeline": render_timeline, "sharding": render_sharding}
 def write_report(run_dir: str | Path) -> Path:
     """Write `report.html` into a run directory, and return its path.
 
-    The inputs are `metrics.jsonl`, `config.yaml` and `environment.json`, each of which may be missing or incomplete. Of
-    the last it shows `ran` (what actually ran) and draws `schedule`, pairs of step and learning rate. The page is one
-    file without external resources, and stays small for runs of any length.
+    The inputs are `metrics.jsonl`, `config.yaml`, `samples.json` and `environment.json`, each of which may be missing
+    or incomplete. Of the last it shows `ran` (what actually ran) and draws `schedule`, pairs of step and learning rate.
+    The page is one file without external resources, and stays small for runs of any length.
     """
     run_dir = Path(run_dir)
     metrics = read_metrics(run_dir / "metrics.jsonl")
@@ -99,6 +100,7 @@ def write_report(run_dir: str | Path) -> Path:
             _tiles(metrics, config, environment),
             render_forecast(environment.get("forecast"), metrics),
             _charts(metrics, environment),
+            render_samples(run_dir),
             render_forecast(environment.get("forecast"), metrics),
             _sections("What actually ran", environment.get("ran")),
             _roofline(environment.get("roofline")),
