@@ -8,7 +8,7 @@ The hybrids have three recurrent layers (gated DeltaNet or Mamba-2) to one of at
 that every model has about as many parameters. `final_loss` is the mean over the last tenth of the tokens, `loss_ratio`
 that by the Transformer's of the same seed; `eval_loss` is that of held-out text. Each run is a process of its own.
 `--together` of them share a GPU, so that their speed means nothing and is not in the rows. Rows, curves included, are
-appended to benchmarks/results/mixers.jsonl; the picture is benchmarks/results/mixers.svg.
+appended to benchmarks/results/mixers.jsonl.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.arguments import positive
 from benchmarks.picture import Panel, draw
-from benchmarks.rows import RESULTS, append_rows, print_table, require_commit
+from benchmarks.rows import append_rows, print_table, require_commit
 from benchmarks.training.convergence import TINY, Row, compare, kept_rows, points_of, run_variant
 
 BASE = "transformer"
@@ -115,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     name = "tiny/mixers" if args.tiny else "mixers"
     require_commit(name)
-    work = f"45M parameters, {args.tokens / 1e6:g} million tokens of {args.text} in steps of 32 x 1024"
+    work = f"40M parameters, {args.tokens / 1e6:g} million tokens of {args.text} in steps of 32 x 1024"
     work = "tiny mixers" if args.tiny else work
     runs = [(model, seed) for seed in args.seeds for model in args.models]
     with ThreadPoolExecutor(args.together) as pool:
@@ -127,7 +127,6 @@ def main() -> None:
     if not found:
         raise SystemExit(1)
     append_rows(name, found)
-    (RESULTS / f"{name}.svg").write_text(picture(kept.values()), encoding="utf-8")
     print_table(found, COLUMNS)
 
 
