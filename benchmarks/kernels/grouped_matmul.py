@@ -1,6 +1,6 @@
 """The grouped matmul, forward and with gradients: ours in bfloat16 and FP8, one dense matmul, and `lax.ragged_dot`.
 
-    python benchmarks/kernels/grouped_matmul.py                 # errors, then all rows: about two minutes on an H200
+    python benchmarks/kernels/grouped_matmul.py                 # errors, then all rows
     python benchmarks/kernels/grouped_matmul.py --only mixtral  # works whose name contains the word
     python benchmarks/kernels/grouped_matmul.py --variants      # our kernels with other constants
 

@@ -1,6 +1,6 @@
 """Recurrent mixers, forward and with gradients: ours, flash-linear-attention and mamba_ssm, in turn.
 
-    python benchmarks/kernels/recurrent.py                 # errors, then all rows: about six minutes on an H100
+    python benchmarks/kernels/recurrent.py                 # errors, then all rows
     python benchmarks/kernels/recurrent.py --only ssd      # works whose name contains the word
     python benchmarks/kernels/recurrent.py --implementations 'jaxstack mosaic' mamba_ssm
     python benchmarks/kernels/recurrent.py --tiny          # ours at tiny sizes, on any device; rows go to tiny/

@@ -1,6 +1,6 @@
 """Loss of recurrent hybrids beside a Transformer of the same size, on the same tokens of real text, for several seeds.
 
-    python benchmarks/training/mixers.py                    # nine runs, three at a time: minutes on an H100
+    python benchmarks/training/mixers.py                    # nine runs, three at a time
     python benchmarks/training/mixers.py --models transformer 'gated deltanet 3:1' --seeds 0
     python benchmarks/training/mixers.py --tiny             # tiny sizes on simulated CPU devices
 

@@ -1,8 +1,8 @@
 """Rewards: give each sampled answer a number, from the data's columns, a test, a model or a user's function.
 
-`build_rewards` makes the rewards of a configuration's section `reward`, a list whose entries are chosen by `name`:
+`Rewards` are made from a configuration's section `reward`, a list whose entries are chosen by `name`:
 
-    rewards = build_rewards([Exact(), Python(path="my_rewards.py:no_repeats", weight=0.2)])
+    rewards = Rewards([Exact(), Python(path="my_rewards.py:no_repeats", weight=0.2)])
     results = rewards([Sample("2 + 3?", "5", {"answer": "5"})])
     results[0].total, results[0].parts
 
@@ -512,10 +512,10 @@ class Rewards:
 
     Args:
       config: the rewards; none: every sample's reward is 0.
-      load_model: loads reward models, for `name: model`.
+      load_model: loads reward models, for `name: model`; `jaxstack.run.load.load_reward_model`.
 
     Raises:
-      ConfigError: one of them cannot be computed here.
+      ConfigError: a function cannot be imported, or there is no sandbox for generated code.
     """
 
     def __init__(self, config: Sequence[Reward], load_model: LoadModel | None = None):
@@ -551,18 +551,6 @@ class Rewards:
         """Names of the rewards, the keys of `RewardResult.parts`."""
         return list(self._scorers)
 
-    def check_columns(self, columns: Iterable[str], where: str) -> None:
-        """Check that data have the columns that the rewards need.
-
-        Args:
-          columns: names of the columns.
-          where: the data, such as a file, for the message.
-
-        Raises:
-          ConfigError: a column is missing.
-        """
-        check_columns(self.config, columns, where)
-
     def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Return the rewards of each sample."""
         samples = list(samples)
@@ -578,7 +566,16 @@ class Rewards:
 
 
 def check_columns(config: Sequence[Reward], columns: Iterable[str], where: str) -> None:
-    """Check that data have the columns that rewards need; see `Rewards.check_columns`."""
+    """Check that data have the columns that rewards need.
+
+    Args:
+      config: the rewards.
+      columns: names of the columns.
+      where: the data, such as a file, for the message.
+
+    Raises:
+      ConfigError: a column is missing.
+    """
     columns = list(columns)
     for reward in config:
         missing = [name for name in reward.columns if name not in columns]
@@ -587,16 +584,3 @@ def check_columns(config: Sequence[Reward], columns: Iterable[str], where: str) 
                 f"reward {reward.kind} needs the column {', '.join(map(repr, missing))} in {where}, which has "
                 f"{', '.join(map(repr, columns)) or 'no columns'}; add it to each record, or name another one."
             )
-
-
-def build_rewards(config: Sequence[Reward], load_model: LoadModel | None = None) -> Rewards:
-    """Make the rewards of a configuration's section `reward` ready for use.
-
-    Args:
-      config: the rewards.
-      load_model: loads reward models, for `name: model`; `jaxstack.run.load.load_reward_model`.
-
-    Raises:
-      ConfigError: a function cannot be imported, or there is no sandbox for generated code.
-    """
-    return Rewards(config, load_model)

@@ -11,7 +11,7 @@ from jaxstack.data.prompts import open_prompts
 from jaxstack.errors import ConfigError
 from jaxstack.reinforce.environment import Description, Environment
 from jaxstack.reinforce.policy import LOSSES, TEACHER
-from jaxstack.reinforce.rewards import Rewards, build_rewards, check_columns
+from jaxstack.reinforce.rewards import Rewards, check_columns
 from jaxstack.reinforce.rollout import Rollouts
 from jaxstack.reinforce.sampler import Sampler
 from jaxstack.reinforce.trainer import PolicyTrainer
@@ -113,7 +113,7 @@ class ReinforcementTask(Task):
             config.data, _room(config), config.run.seed, _stop_tokens(config), say, known.tools, texts=known.steps
         )
         check_columns(config.reward, prompts.columns(), config.data.sources[0].path)
-        self._rewards = build_rewards(config.reward, load_reward_model)
+        self._rewards = Rewards(config.reward, load_reward_model)
         return Rollouts(
             prompts,
             self._rewards,

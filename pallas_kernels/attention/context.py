@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.api import flash_attention
-from pallas_kernels.attention.context_layout import LINK_BANDWIDTH, chunks_per_device
+from pallas_kernels.attention.context_layout import chunks_per_device
 from pallas_kernels.attention.gather_keys import KeyGatherOptions, attend_gathered, count_reached_chunks
 from pallas_kernels.attention.key_source import KeySource
 from pallas_kernels.attention.masks import Mask
@@ -50,7 +50,6 @@ class ContextRequest:
         mask: mask over positions of the whole sequence.
         options: scale, soft cap and implementation.
         sinks: attention sinks [N], or None.
-        bandwidth: bytes per second that a device sends along the axis.
     """
 
     q: jax.Array
@@ -63,7 +62,6 @@ class ContextRequest:
     mask: Mask
     options: PartOptions
     sinks: jax.Array | None = None
-    bandwidth: float = LINK_BANDWIDTH
 
     @property
     def chunk_length(self) -> int:
@@ -113,7 +111,7 @@ def _ulysses_lower_priority(request: ContextRequest) -> str | None:
         return "a window needs few keys of other devices, and all_to_all sends whole sequences"
     if request.source.expand is not None:
         exchange = 2 * (queries + keys) * request.q.shape[3] * request.q.dtype.itemsize / request.devices
-        if exchange / request.bandwidth >= min(
+        if exchange / request.source.bandwidth >= min(
             _seconds_of_hop(request, sent, overlaps=False) for sent in (True, False)
         ):
             return "takes longer than an all-gather of what keys are computed from"
@@ -158,7 +156,7 @@ def _seconds_of_hop(request: ContextRequest, sent: bool, *, overlaps: bool) -> f
     """Estimate the seconds per token of a hop: of `sent`, the source and its expansion, or else keys and values."""
     _, length, heads, width = request.q.shape
     keys = 2 * request.k.shape[2] * width * request.k.dtype.itemsize
-    transfer = (request.source.bytes_per_token() if sent else keys) / request.bandwidth
+    transfer = (request.source.bytes_per_token() if sent else keys) / request.source.bandwidth
     seen = length / 2 if request.mask.causal else length
     expansion = (request.source.flops_per_token() if sent else 0) / FLOPS
     return max(4 * seen * heads * width / FLOPS + expansion, transfer) if overlaps else expansion + transfer
@@ -264,7 +262,6 @@ def context_attention(  # noqa: PLR0913
     sinks: Float[AnyArray, " N"] | None = None,
     layout: str = "zigzag",
     implementation: str | None = None,
-    bandwidth: float = LINK_BANDWIDTH,
 ) -> Float[Array, "B T N V"]:
     """Compute exact, differentiable attention over a sequence that is sharded over the devices of a mesh axis.
 
@@ -283,7 +280,6 @@ def context_attention(  # noqa: PLR0913
         layout: "zigzag" (device i of n holds chunks i and 2n-1-i: equal work under a causal mask) or "contiguous".
         implementation: name of the backend of `flash_attention` that computes each part. cuDNN works with "all_to_all"
             only, as jax drops the gradient of its log-sum-exp.
-        bandwidth: bytes per second that a device sends along the axis; used by `sends_source`.
 
     Returns:
         out [B, T, N, V] in the dtype of q.
@@ -297,7 +293,7 @@ def context_attention(  # noqa: PLR0913
     request = _make_request(q, source, segment_ids, axis_name, layout, Mask(bool(causal), window))
     options = PartOptions(scale, soft_cap, implementation)
     sinks = None if sinks is None else check_sinks(sinks, request.q)
-    request = dataclasses.replace(request, options=options, sinks=sinks, bandwidth=bandwidth)
+    request = dataclasses.replace(request, options=options, sinks=sinks)
     return select("context_attention", METHODS, method, request).call(request)[0][..., :width]
 
 

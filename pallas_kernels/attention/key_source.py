@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.attention.context_layout import LINK_BANDWIDTH
 from pallas_kernels.attention.request import pad_values
 from pallas_kernels.attention.scores import accumulator_dtype
 
@@ -30,11 +31,14 @@ class KeySource:
             not read other traced arrays. None: `arrays` are k and v.
         parameters: tree of arrays of `expand`, the same on all devices and not sent. Each device computes the gradient
             of its own queries' part; `jax.shard_map` sums replicated arguments' gradients over devices.
+        bandwidth: bytes per second that a device sends. With it `context_attention` estimates whether `arrays` arrive
+            earlier than k and v would.
     """
 
     arrays: tuple[jax.Array, ...]
     expand: Expansion | None = None
     parameters: Any = ()
+    bandwidth: float = LINK_BANDWIDTH
 
     def keys(self) -> tuple[jax.Array, jax.Array]:
         """Return k and v [B, T, K, H] of this device's tokens, with heads of v padded to the width of those of k."""

@@ -424,6 +424,8 @@ def _wide_backward(static: _StaticArguments, tile: Tile, arrays: tuple, segments
 
     `arrays` are (q, k, v, d_out, lse, delta).
     """
+    from pallas_kernels.attention.triton_wide_backward import score_gradient_kernel
+
     q, k, v, d_out, lse, delta = arrays
     batch, length, heads, _ = q.shape
     key_length, kv_heads = k.shape[1:3]
@@ -443,8 +445,6 @@ def _wide_backward(static: _StaticArguments, tile: Tile, arrays: tuple, segments
     result = jax.ShapeDtypeStruct((batch, heads, *grouped[3:]), q.dtype)
 
     def weigh(pair: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array]:
-        from pallas_kernels.attention.triton_wide_backward import score_gradient_kernel
-
         plan = ScorePlan(**constants, masked=masked)
         programs = batch * heads * plan.query_tiles * plan.key_tiles
         operands = *inputs, pair, _ids(segments, pair)

@@ -17,7 +17,7 @@ from jaxstack.reinforce.config import EnvironmentConfig, RolloutConfig
 from jaxstack.reinforce.environment import Environment, Reply, Request, Tool, Work
 from jaxstack.reinforce.episodes import Episode
 from jaxstack.reinforce.policy import PolicyConfig
-from jaxstack.reinforce.rewards import EnvironmentReward, RewardResult, build_rewards
+from jaxstack.reinforce.rewards import EnvironmentReward, RewardResult, Rewards
 from jaxstack.reinforce.rollout import Rollouts, _lengths, _Sampled
 from jaxstack.reinforce.sampler import Answer
 from jaxstack.reinforce.scorers import Failure
@@ -151,7 +151,7 @@ def rollouts_of(tokenizer, environment: Environment, columns: list[dict], **conf
     made = [Prompt("go", encode("go", None, ""), entry, 0.25) for entry in columns]
     prompts = Prompts(encode, turns, stops, made, [], 0, [])
     policy = PolicyConfig(loss="grpo", samples=len(columns), advantage="group_mean")
-    rewards = build_rewards([EnvironmentReward()] if known.steps else [])
+    rewards = Rewards([EnvironmentReward()] if known.steps else [])
     say = SAID.append
     return Rollouts(prompts, rewards, policy, RolloutConfig(**config), 1200, 0, say, environment)
 

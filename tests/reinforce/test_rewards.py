@@ -6,11 +6,11 @@ import pytest
 from pydantic import TypeAdapter
 
 from jaxstack.errors import ConfigError
-from jaxstack.reinforce.rewards import AnyReward, Rewards, Sample, build_rewards, check_columns
+from jaxstack.reinforce.rewards import AnyReward, Rewards, Sample, check_columns
 
 
 def made(*entries: dict) -> Rewards:
-    return build_rewards(TypeAdapter(list[AnyReward]).validate_python(list(entries)))
+    return Rewards(TypeAdapter(list[AnyReward]).validate_python(list(entries)))
 
 
 def rewarded(answer: str, column: object, **entry) -> float:
@@ -129,7 +129,7 @@ def test_what_is_wrong_is_found_before_the_run(tmp_path):
 
 
 def test_without_rewards_each_sample_has_none():
-    with build_rewards([]) as rewards:
+    with Rewards([]) as rewards:
         assert [result.total for result in rewards([Sample("", "5", {})])] == [0.0]
 
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 import jaxstack.evaluate as evaluate
 import jaxstack.train as command
 from jaxstack.errors import ConfigError
-from jaxstack.reinforce.rewards import Model, Sample, build_rewards
+from jaxstack.reinforce.rewards import Model, Rewards, Sample
 from jaxstack.run.convert import export_checkpoint
 from jaxstack.run.load import load_reward_model
 from jaxstack.run.train import train
@@ -122,7 +122,7 @@ def test_a_reward_model_is_trained_with_adapters_stopped_and_loaded(folder, tune
     rewards = score(ids)
     assert rewards.shape == (2,) and rewards[0] > rewards[1]
     assert score.encode("what is b", "it is b yes") == ids[0]
-    with build_rewards([Model(path=str(folder / "reward"), weight=2)], load_reward_model) as model:
+    with Rewards([Model(path=str(folder / "reward"), weight=2)], load_reward_model) as model:
         assert model([Sample([{"role": "user", "content": "what is b"}], "it is b yes")])[0].total == 2 * rewards[0]
     export_checkpoint(folder / "reward", folder / "classifier", warn=lambda _: None)
     assert load_file(folder / "classifier" / "model.safetensors")["score.weight"].any()

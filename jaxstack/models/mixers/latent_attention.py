@@ -179,7 +179,7 @@ class MultiHeadLatentAttention(nnx.Module):
             expanded = jnp.einsum("bsr,nrc->bsnc", latent[..., : self.kind.kv_lora_rank], expansion)
             return self._keys_and_values(expanded, latent)
 
-        return self._attend_over_context(q, KeySource((latent,), expand, expansion), None, ids)
+        return self._attend_over_context(q, KeySource((latent,), expand, expansion, context_bandwidth()), None, ids)
 
     def _attend_over_context(
         self, q: jax.Array, k: jax.Array | KeySource, v: jax.Array | None, ids: jax.Array | None
@@ -195,7 +195,6 @@ class MultiHeadLatentAttention(nnx.Module):
             segment_ids=ids,
             scale=self.scale,
             implementation=self.implementation,
-            bandwidth=context_bandwidth(),
         )
 
     def _absorb(self, q: Float[Array, "B T N H"]) -> Float[Array, "B T N R_P"]:

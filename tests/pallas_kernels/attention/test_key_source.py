@@ -53,13 +53,13 @@ def with_gradients(attention, q, latent, weights, g):
     return (out, *gradients)
 
 
-def over_devices(layout: str, ids, *, check_vma: bool = False, **options):
+def over_devices(layout: str, ids, *, check_vma: bool = False, bandwidth: float = LINK_BANDWIDTH, **options):
     """Attention of whole arrays, computed on devices that each hold a part of the sequence."""
     order = sequence_order(T, DEVICES, layout)
     part = P(None, "parts")
 
     def attend(q, latent, ids, weights):
-        source = KeySource((latent,), expand, weights)
+        source = KeySource((latent,), expand, weights, bandwidth)
         return context_attention(q, source, axis_name="parts", layout=layout, segment_ids=ids, **options)
 
     mapped = jax.shard_map(
@@ -158,8 +158,7 @@ def test_how_long_a_ring_sends_the_latents_of_deepseek_v3(tokens, bandwidth, lat
     def decide(q, latent, weights):
         k = jax.ShapeDtypeStruct(q.shape, q.dtype)
         request = ContextRequest(
-            q, KeySource((latent,), expand, weights), k, None, "context", 4, "zigzag", Mask(), PartOptions(),
-            bandwidth=bandwidth,
+            q, KeySource((latent,), expand, weights, bandwidth), k, None, "context", 4, "zigzag", Mask(), PartOptions()
         )  # fmt: skip
         assert sends_source(request, overlaps=True) == latents
         assert sends_source(request, overlaps=False), "an all-gather hides nothing"
