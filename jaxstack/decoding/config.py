@@ -35,6 +35,10 @@ class EngineConfig(Component):
     prefix_cache: bool = True
     """Keep the keys and values of finished requests, as long as there is room, for later ones that begin with the same
     tokens."""
+    snapshots: int | None = Field(default=None, ge=0)
+    """Number of snapshots that the prefix cache keeps of states, if layers have some: a prefix can then be reused only
+    where a snapshot is. Each takes the memory of a slot's states. null: as many as `slots`, in at most a quarter of the
+    memory that weights and slots leave; 0: there is no prefix cache."""
     queue: int = Field(default=256, ge=0)
     """Largest number of requests that wait for a slot; further ones are refused (HTTP status 429)."""
     decode_steps: int = Field(default=8, ge=1, le=64)

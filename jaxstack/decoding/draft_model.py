@@ -11,9 +11,9 @@ Dims: R rows, D tokens per row (the newest and its drafts, at the row's end), Q 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +21,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxstack.decoding.decode import ModelOnMesh
-from jaxstack.decoding.rows import Column, Pages, decode_rows, pack_rows, page_counts, rows_at_step
+from jaxstack.decoding.rows import Column, Pages, RecentTokens, decode_rows, pack_rows, page_counts, rows_at_step
 from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
-from jaxstack.decoding.step import Programs, limit_vocabulary, make_cache, sampling_of
+from jaxstack.decoding.step import Programs, copy_row, limit_vocabulary, make_cache, row_axes, sampling_of
 from jaxstack.errors import ConfigError
+from jaxstack.models.layer import CacheRoom
 from jaxstack.parallel.sharding_context import logical_axis_rules
-
-
-class RecentTokens(NamedTuple):
-    """Newest tokens of each sequence, to run again as the draft model's keys and values for them are approximate."""
-
-    tokens: Int[np.ndarray, "R D"]
-    """Token ids, aligned to the end of each row."""
-    counts: Int[np.ndarray, " R"]
-    """Number of them per row, 0 for a row of padding."""
-
 
 _GUESS = 1 << 29
 _ACCEPT = 1 << 30
@@ -71,9 +62,16 @@ class DraftPrograms:
         whole = model.rules.sharding(jax.P())
         options = model.compiler_options
         jit = target.compiler.jit
+        make = partial(self._make_pages, room=target.room)
         with jax.set_mesh(model.rules.mesh):
-            self._pages = jax.jit(self._make_pages)(model.params, model.non_params)
+            self._pages = jax.jit(make)(model.params, model.non_params)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
+
+        def shapes(room: CacheRoom) -> Pages:
+            return jax.eval_shape(partial(self._make_pages, room=room), model.params, model.non_params)
+
+        self._axes = row_axes(shapes, target.room)
+        self._copy = jit(partial(copy_row, self._axes), donate_argnames="pages", out_shardings=layout)
         self._guess = jit(
             self._guess_step, donate_argnames="pages", out_shardings=(whole, whole, layout), compiler_options=options
         )
@@ -106,29 +104,37 @@ class DraftPrograms:
           rows: from `describe`, of decoded rows; COUNT is the number of drafts and 1.
           newest: newest token of each decoded row.
           chunks, tokens, mode, mask: as in `Programs.run`, with D samples for each decoded row.
-          recent: tokens to run exactly, the newest included, if layers run together.
+          recent: tokens of each decoded row that one of the models runs again, the newest included.
 
         Returns:
           D samples of each decoded row, the sample of each chunk, and the number of accepted drafts of each row.
         """
         model = self.model
         number = np.int32(get_args(Mode).index(mode))
+        again = recent if self.approximate else None
         with jax.set_mesh(model.rules.mesh):
             drafted, guessed, self._pages = self._guess(
-                model.params, model.non_params, rows, newest, recent, number, pages=self._pages
+                model.params, model.non_params, rows, newest, again, number, pages=self._pages
             )
-            logits = self._forward(rows, chunks, tokens, drafted)
+            logits = self._forward(rows, chunks, tokens, drafted, recent if self.target.replays else None)
             settings = [None if part is None else part[:, : Column.PAGES] for part in (rows, chunks)]
             return self._verify(logits, drafted, guessed, *settings, mask, number)
 
     @property
     def approximate(self) -> bool:
-        """True if the cache holds approximations of accepted drafts, which the next step computes exactly."""
-        return self.together > 1
+        """True if the cache holds approximations of accepted drafts, or none of them, which the next step computes."""
+        return self.together > 1 or any(axis >= 0 for axis in jax.tree.leaves(self._axes))
 
-    def _make_pages(self, params: PyTree, non_params: PyTree) -> Pages:
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Dispatch copies of rows of the caches of fixed size of both models, as `Programs.copy_states` does."""
+        self.target.copy_states(copies)
+        with jax.set_mesh(self.model.rules.mesh):
+            for source, target in copies:
+                self._pages = self._copy(np.int32(source), np.int32(target), pages=self._pages)
+
+    def _make_pages(self, params: PyTree, non_params: PyTree, room: CacheRoom) -> Pages:
         """Return the empty cache of the draft model."""
-        return make_cache(self.model, params, non_params, self.target.room)
+        return make_cache(self.model, params, non_params, room)
 
     def _forward(
         self,
@@ -136,12 +142,13 @@ class DraftPrograms:
         chunks: Int[np.ndarray, "Q columns"] | None,
         tokens: Int[np.ndarray, "Q C"] | None,
         drafted: Int[Array, "R D"],
+        recent: RecentTokens | None,
     ) -> Float[Array, "all V"]:
         """Dispatch the served model's forward pass, and that of the draft model on prompts; return the logits."""
         model = self.model
         if chunks is not None:
             self._pages = self._fill(model.params, model.non_params, chunks, tokens, pages=self._pages)
-        return self.target.forward(rows, chunks, tokens, drafted)
+        return self.target.forward(rows, chunks, tokens, drafted, recent)
 
     def _decode(
         self,
@@ -198,10 +205,11 @@ class DraftPrograms:
             # The number of iterations is a constant, so that the host need not read a condition after each of them.
             if recent is None:  # the last draft is run too, for its keys and values
                 return jax.lax.fori_loop(0, self.width, advance, (drafted, guessed, pages))
-            again = rows.at[:, Column.START].add(1 - recent.counts).at[:, Column.COUNT].set(recent.counts)
-            logits, pages = self._decode(params, non_params, again, jnp.asarray(recent.tokens), pages, exact=True)
+            logits, pages = self._decode(params, non_params, *recent.group(rows), pages, exact=True)
             made = keep(jnp.int32(0), logits, pages, drafted, guessed)
-            return jax.lax.fori_loop(1, self.width - 1, advance, made)
+            drafted, guessed, after = jax.lax.fori_loop(1, self.width - 1, advance, made)
+            # Drafts stay in pages, where others can replace them, but not in states.
+            return drafted, guessed, jax.tree.map(lambda i, x, y: x if i >= 0 else y, self._axes, pages, after)
 
     def _fill_step(
         self,

@@ -53,8 +53,8 @@ class Engine:
 
     Raises:
       ConfigError: the attention of a model has no cache, the memory is too small, the mesh splits batches over devices
-        and no `shapes` are given, there are no draft tokens for the draft model or drafts where a cache is a state, or
-        `half_batches_from` is set for a model with `scan_layers`.
+        and no `shapes` are given, there are no draft tokens for the draft model, or `half_batches_from` is set for a
+        model with `scan_layers`.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Engine:
         room = choose_room(models, self.config, further)
         self.context = room.length
         states = not all(map(shares_pages, models))
-        if states and self.config.draft_tokens:
-            raise ConfigError(
-                "engine.draft_tokens needs caches that can take back a rejected draft; the states of "
-                f"{' and '.join(mixer.described for mixer in model.config.mixers())} cannot. Set it to 0."
-            )
-        self.pool = PagePool(room.pages, room.page_size, cache_prefixes=self.config.prefix_cache and not states)
+        self.pool = PagePool(
+            room.pages,
+            room.page_size,
+            cache_prefixes=self.config.prefix_cache,
+            snapshots=room.snapshots if states else None,
+        )
         shapes = shapes or StepShapes(
             decode_batch_sizes(self.config.slots),
             chunk_shapes(self.config.chunk, self.config.slots, self.config.step_tokens),
@@ -114,6 +114,8 @@ class Engine:
             halves_from=_halves_from(model, self.config),
             constant_steps=shapes.constant_steps,
         )
+        self.programs.replays = self.config.draft_tokens > 0 and not shares_pages(model)
+        self.scheduler.approximate = self.programs.replays
         self.stats = EngineStats()
         self.failure = None
         self._runner = Runner(self.programs, self.config, self.stats, shapes.decode)
@@ -124,7 +126,7 @@ class Engine:
         elif predicts:
             programs = PredictionPrograms(self.programs, width)
         if programs is not None:
-            self.scheduler.approximate = programs.approximate
+            self.scheduler.approximate |= programs.approximate
             self._runner = DraftRunner(self.programs, self.config, self.stats, shapes.decode, programs)
         self._requests = set[Request]()
         self._new: deque[Request] = deque()

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxstack.decoding.decode import Params, cast_matrices
 from jaxstack.decoding.decoder import Decoder
-from jaxstack.decoding.rows import Column, Pages, RowTokens, pack_rows, sampled_states, split_packed
+from jaxstack.decoding.rows import Column, Pages, RecentTokens, RowTokens, pack_rows, sampled_states, split_packed
 from jaxstack.decoding.step import Programs, make_cache
 from jaxstack.models.layer import CacheRoom, Context, LayerCache
 from jaxstack.models.transformer import Transformer
@@ -202,6 +202,7 @@ class WindowPrograms(Programs):
         chunks: Int[np.ndarray, "Q columns"] | None,
         tokens: Int[np.ndarray, "Q C"] | None,
         drafted: Int[np.ndarray, "R D"] | Int[Array, "R D"] | None,
+        recent: RecentTokens | None = None,
     ) -> Float[Array, "all V"]:
         """Run all layers on the tokens of a step; update the cache and return the logits to sample from."""
         model = self.window_model

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.draft_model import DraftPrograms
-from jaxstack.decoding.rows import Column, Pages, pack_rows, page_counts
+from jaxstack.decoding.rows import Column, Pages, RecentTokens, pack_rows, page_counts
 from jaxstack.decoding.step import Programs
 from jaxstack.models.layer import CacheRoom, LayerCache
 from jaxstack.models.transformer import Transformer
@@ -56,12 +56,12 @@ class PredictionPrograms(DraftPrograms):
     def approximate(self) -> bool:
         return True
 
-    def _make_pages(self, params: PyTree, non_params: PyTree) -> Pages:
-        slots = self.target.room.slots
+    def _make_pages(self, params: PyTree, non_params: PyTree, room: CacheRoom) -> Pages:
+        slots = room.slots
         size = self.model.config.hidden_size
         dtype = self.model.module.dtype
         return DraftState(
-            _make_cache(self.model, params, non_params, self.target.room),
+            _make_cache(self.model, params, non_params, room),
             jnp.zeros((slots, self.width, size), dtype),
             jnp.full(slots, -1, jnp.int32),
             jnp.zeros((slots, size), dtype),
@@ -73,9 +73,10 @@ class PredictionPrograms(DraftPrograms):
         chunks: Int[np.ndarray, "Q columns"] | None,
         tokens: Int[np.ndarray, "Q C"] | None,
         drafted: Int[Array, "R D"],
+        recent: RecentTokens | None,
     ) -> Float[Array, "all V"]:
         model = self.model
-        logits = self.target.forward(rows, chunks, tokens, drafted)
+        logits = self.target.forward(rows, chunks, tokens, drafted, recent)
         self._pages = self._fill(
             model.params, model.non_params, self.target.states, rows, chunks, tokens, pages=self._pages
         )

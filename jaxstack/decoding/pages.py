@@ -3,11 +3,15 @@
 A page holds the keys and values of `page_size` consecutive tokens of one sequence, in every layer. A full page is
 identified by a digest of its tokens and of all tokens before them, so that requests with a common prefix share pages
 (Kwon et al. 2023, arXiv:2309.06180).
+
+A layer with a state of fixed size has nothing in pages: a prefix can be reused only where a snapshot of the state after
+it was kept. It belongs to the last page of its prefix, and is dropped when that page is evicted.
 """
 
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +29,19 @@ def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + np.asarray(tokens, "<i4").tobytes(), digest_size=16).digest()
 
 
+class Prefix(NamedTuple):
+    """Cached prefix of a prompt, whose pages a sequence shares."""
+
+    pages: list[int]
+    """Its pages in order."""
+    digests: list[bytes]
+    """Their digests."""
+    snapshot: int | None
+    """Number of the snapshot of the states after it; None: there is no prefix, or there are no states."""
+    known: int
+    """Tokens of the longest prefix whose pages are cached, whether it has a snapshot or not."""
+
+
 class PagePool:
     """Allocates the pages of a KV cache: each is free, used by one or more sequences, or cached for later ones.
 
@@ -32,12 +49,17 @@ class PagePool:
       count: number of pages.
       page_size: tokens per page.
       cache_prefixes: keep full pages after their last use, until the space is needed.
+      snapshots: number of snapshots of states that are kept, without any of which no prefix is cached; None: the model
+        has no states, and pages are all that a prefix needs.
     """
 
-    def __init__(self, count: int, page_size: int, *, cache_prefixes: bool = True):
+    def __init__(self, count: int, page_size: int, *, cache_prefixes: bool = True, snapshots: int | None = None):
         self.count = count
         self.page_size = page_size
-        self.cache_prefixes = cache_prefixes
+        self.cache_prefixes = cache_prefixes and snapshots != 0
+        self.keeps_snapshots = self.cache_prefixes and snapshots is not None
+        self._free_snapshots = list(reversed(range(snapshots or 0)))
+        self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # by the prefix's digest, least recently used first
         self._free = deque(range(count))
         self._users = [0] * count
         self._digests: list[bytes | None] = [None] * count
@@ -58,13 +80,10 @@ class PagePool:
         """Return the number of sequences that share a KV-cache page."""
         return self._users[page]
 
-    def share_prefix(self, tokens: Sequence[int]) -> tuple[list[int], list[bytes]]:
-        """Return the pages of a prompt's longest cached prefix, and increment their reference counts.
+    def share_prefix(self, tokens: Sequence[int]) -> Prefix:
+        """Return a prompt's longest cached prefix that can be reused, and increment the reference counts of its pages.
 
         The page of the last token is never included, because its logits have to be computed.
-
-        Returns:
-          The pages in order, and their digests.
         """
         pages = []
         digests = []
@@ -76,10 +95,19 @@ class PagePool:
                 break
             pages.append(page)
             digests.append(digest)
+        known = len(pages) * self.page_size
+        snapshot = None
+        if self.keeps_snapshots:
+            while digests and digests[-1] not in self._snapshots:
+                pages.pop()
+                digests.pop()
+            if digests:
+                snapshot = self._snapshots[digests[-1]]
+                self._snapshots.move_to_end(digests[-1])
         for page in pages:
             self._users[page] += 1
             self._unused.pop(page, None)
-        return pages, digests
+        return Prefix(pages, digests, snapshot, known)
 
     def allocate(self, count: int) -> list[int] | None:
         """Allocate KV-cache pages, evicting the least recently used cached ones; None if too few are left."""
@@ -104,6 +132,23 @@ class PagePool:
         if self.cache_prefixes and self._digests[page] is None and digest not in self._by_digest:
             self._digests[page] = digest
             self._by_digest[digest] = page
+
+    def add_snapshot(self, digest: bytes) -> int | None:
+        """Return the number of a snapshot for the states after a cached page, which the caller then copies there.
+
+        If all are in use, that is the least recently used one.
+
+        Args:
+          digest: of the page.
+
+        Returns:
+          None if the prefix has a snapshot already, or the page is not in the prefix cache.
+        """
+        if digest in self._snapshots or digest not in self._by_digest:
+            return None
+        number = self._free_snapshots.pop() if self._free_snapshots else self._snapshots.popitem(last=False)[1]
+        self._snapshots[digest] = number
+        return number
 
     def release(self, pages: Sequence[int]) -> None:
         """Decrement the reference counts of a sequence's pages; unused pages become free, or stay cached until evicted.
@@ -133,3 +178,5 @@ class PagePool:
         self._digests[page] = None
         if digest is not None:
             del self._by_digest[digest]
+            if digest in self._snapshots:
+                self._free_snapshots.append(self._snapshots.pop(digest))

@@ -76,10 +76,12 @@ class Request:
       number: its place in the order of arrival.
       target: number of tokens to compute before the next is sampled: those of the prompt, or of all after preemption.
       filled: tokens whose keys and values are in the pages after all dispatched steps.
-      exact: those of them whose keys and values in the pages of a draft model are no approximations.
+      exact: those of them that all caches have, and exactly: states lack accepted drafts until the next step, and the
+        pages of a draft model may have approximations.
       sampled: tokens of the answer that dispatched steps have sampled.
       slot: its place in the batch; None while it waits.
       pages, digests: its pages in order, and the digests of the full ones.
+      branch: number of tokens after which a snapshot of its states is kept; 0: there is no such place.
       described_pages: number of its pages in the table of `Programs.describe`; -1: its settings are missing there too.
     """
 
@@ -121,6 +123,7 @@ class Request:
         self.slot: int | None = None
         self.pages: list[int] = []
         self.digests: list[bytes] = []
+        self.branch = 0
         self.described_pages = -1
         self._ngrams: NGramDrafter | None = None
 

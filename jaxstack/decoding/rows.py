@@ -5,7 +5,7 @@ Dims: R rows, C their width in tokens, V vocabulary, D model.
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,20 @@ RowTokens: TypeAlias = tuple[Int[Array, "R columns"], Int[Array, "R C"]]
 """A group of rows of equal width C: row descriptions [R, columns] and token ids [R, C].
 
 A row's COUNT tokens are right-aligned; what precedes them is padding."""
+
+
+class RecentTokens(NamedTuple):
+    """Newest tokens of each sequence, which are run again: what a cache has of them is approximate, or missing."""
+
+    tokens: Int[np.ndarray, "R D"]
+    """Token ids, aligned to the end of each row."""
+    counts: Int[np.ndarray, " R"]
+    """Number of them per row, the newest included, 0 for a row of padding."""
+
+    def group(self, rows: Int[Array, "R columns"]) -> RowTokens:
+        """Return these tokens with the descriptions of their rows, given those of rows that start at the newest one."""
+        again = rows.at[:, Column.START].add(1 - self.counts).at[:, Column.COUNT].set(self.counts)
+        return again, jnp.asarray(self.tokens)
 
 
 class Column(IntEnum):
@@ -72,6 +86,7 @@ def run_rows(
     *,
     together: int = 1,
     halves: bool = False,
+    drafts: int | None = None,
 ) -> tuple[list[Float[Array, "R C D"]], Pages]:
     """Run the model on the tokens of groups of rows; return the hidden states of each group, and the KV cache.
 
@@ -80,12 +95,13 @@ def run_rows(
       halves: run the model on two halves of the tokens in turn (NanoFlow's nano-batches, Zhu et al. 2024,
         arXiv:2408.12757). Layer by layer the second half needs only the first half's keys and values, so that XLA can
         run matmuls of one half while devices sum the outputs of the other.
+      drafts: index of the group whose tokens may be rejected, after the group of the tokens before them; None: none.
     """
     if not halves:
-        return _run_packed(model, groups, pages, together)
+        return _run_packed(model, groups, pages, together, drafts)
     splits = [_split(*group) for group in groups]
-    first, pages = _run_packed(model, [parts[0] for parts, _ in splits], pages, together)
-    second, pages = _run_packed(model, [parts[1] for parts, _ in splits if len(parts) > 1], pages, together)
+    first, pages = _run_packed(model, [parts[0] for parts, _ in splits], pages, together, drafts)
+    second, pages = _run_packed(model, [parts[1] for parts, _ in splits if len(parts) > 1], pages, together, drafts)
     rest = iter(second)
     hidden = list[jax.Array]()
     for found, (parts, axis) in zip(first, splits, strict=True):
@@ -94,12 +110,12 @@ def run_rows(
 
 
 def _run_packed(
-    model: Transformer, groups: Sequence[RowTokens], pages: Pages, together: int
+    model: Transformer, groups: Sequence[RowTokens], pages: Pages, together: int, drafts: int | None
 ) -> tuple[list[Float[Array, "R C D"]], Pages]:
     """Run the model on all tokens packed in one row; return the hidden states of each group, and the KV cache."""
     if not groups:
         return [], pages
-    ids, positions, slots = pack_rows(groups, *page_counts(pages))
+    ids, positions, slots = pack_rows(groups, *page_counts(pages), drafts=drafts)
     hidden, pages = model.decode_packed(ids, positions, slots, pages, layers_together=together)
     return split_packed(hidden, groups), pages
 
@@ -141,15 +157,17 @@ def rows_at_step(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Arr
 
 
 def pack_rows(
-    groups: Sequence[RowTokens], pages: int, page_size: int
+    groups: Sequence[RowTokens], pages: int, page_size: int, *, drafts: int | None = None
 ) -> tuple[Int[Array, " T"], Int[Array, " T"], PageSlots]:
     """Flatten groups of rows of tokens; return ids, positions and cache places of all tokens.
 
     Args:
       pages, page_size: sizes of the cache, see `page_counts`.
+      drafts: as in `run_rows`.
     """
     packed = [_pack(rows, tokens.shape[1], pages, page_size) for rows, tokens in groups]
     positions, write, places = zip(*packed, strict=True)
+    places = tuple(group._replace(drafts=number == drafts) for number, group in enumerate(places))
     ids = [jnp.asarray(tokens).ravel() for _, tokens in groups]
     return jnp.concatenate(ids), jnp.concatenate(positions), PageSlots(jnp.concatenate(write), places)
 

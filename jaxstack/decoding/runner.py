@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxstack.decoding.config import EngineConfig
-from jaxstack.decoding.draft_model import DraftPrograms, RecentTokens
+from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.ngram_draft import accept
+from jaxstack.decoding.rows import RecentTokens
 from jaxstack.decoding.sampling import Mode
 from jaxstack.decoding.schedule import Row, StepPlan
 from jaxstack.decoding.step import Programs, choose_mode, pad_chunks
@@ -175,6 +176,8 @@ class Runner:
             self._run_empty(rows, self.programs.describe([], shape.rows), pad_chunks([], shape))
             totals.add(self._slots * self._width + shape.rows)
         self._sample_padding(totals)
+        if self.programs.room.snapshots:
+            self._copy_states([(0, 0)])
 
     def _time_chunks(self, shape: ChunkShape, chunks: Int[np.ndarray, "Q columns"]) -> float:
         """Return the seconds of a step of all batch slots and these rows of prompt chunks."""
@@ -193,11 +196,14 @@ class Runner:
         tokens: Int[np.ndarray, "Q C"] | None,
     ) -> Int[Array, " samples"]:
         """Run a step on padding only, to compile or time its programs; return its samples."""
-        return self.programs.run(rows, chunks, tokens, "greedy", drafted=self._newest([], len(rows)))
+        newest, recent = self._newest([], len(rows)), self._recent([], len(rows))
+        return self.programs.run(rows, chunks, tokens, "greedy", drafted=newest, recent=recent)
 
     def dispatch(self, plan: StepPlan) -> None:
         """Start a planned step on the device without waiting for its result."""
+        self._copy_states(plan.restored)
         sampled = self._run_steps(plan) if self._loops(plan) else self._run_one(plan)
+        self._copy_states(plan.kept)
         sampled.copy_to_host_async()
         self._in_flight.append((plan, sampled, time.perf_counter_ns()))
 
@@ -224,6 +230,10 @@ class Runner:
         pairs = zip(read(plan, tokens[..., 0]), read(plan, scores), strict=True)
         return ((row, new, cast("list[float]", found)) for (row, new), (_, found) in pairs)
 
+    def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Dispatch copies of rows of the caches of fixed size, each (from, to)."""
+        self.programs.copy_states(copies)
+
     def _loops(self, plan: StepPlan) -> bool:
         """Return True if a plan runs as the program of several decode steps, which may also run a single one."""
         constrained = any(row.request.constraint is not None for row in plan.decoded)
@@ -241,7 +251,8 @@ class Runner:
 
     def _run_one(self, plan: StepPlan) -> Int[Array, " samples"]:
         arguments = self._arguments(plan)
-        return self.programs.run(*arguments, self._newest(plan.decoded, len(arguments.rows)))
+        count = len(arguments.rows)
+        return self.programs.run(*arguments, self._newest(plan.decoded, count), self._recent(plan.decoded, count))
 
     def _arguments(self, plan: StepPlan) -> _Arguments:
         programs = self.programs
@@ -263,6 +274,22 @@ class Runner:
         for line, row in zip(tokens, rows, strict=False):
             line[-row.count :] = (row.request.tokens[-1], *row.drafts)
         return tokens
+
+    @property
+    def _runs_again(self) -> bool:
+        """True if the tokens that a step accepted are run again by the next one."""
+        return self.programs.replays
+
+    def _recent(self, rows: Sequence[Row], count: int) -> RecentTokens | None:
+        """Return each row's newest tokens, those that its last step accepted; None if no model runs them again."""
+        if not self._runs_again:
+            return None
+        tokens = np.zeros((count, self._width), np.int32)
+        counts = np.zeros(count, np.int32)
+        for number, row in enumerate(rows):
+            tokens[number, -row.again :] = row.request.tokens[-row.again :]
+            counts[number] = row.again
+        return RecentTokens(tokens, counts)
 
     def _mask(self, plan: StepPlan, decoded: int) -> Int[np.ndarray, "samples words"] | None:
         """Return the bitmask of tokens that grammars allow for each sample; None if no answer is constrained."""
@@ -319,6 +346,10 @@ class DraftRunner(Runner):
     def _compiling(self) -> contextlib.AbstractContextManager[None]:
         return self._draft.compiling()
 
+    @property
+    def _runs_again(self) -> bool:
+        return self.programs.replays or self._draft.approximate
+
     def _sample_padding(self, totals: Collection[int]) -> None:
         """Do nothing: the draft model's programs sample themselves."""
 
@@ -341,16 +372,8 @@ class DraftRunner(Runner):
         newest[: len(plan.decoded)] = [row.request.tokens[-1] for row in plan.decoded]
         return self._draft.run(rows, newest, chunks, tokens, mode, mask, self._recent(plan.decoded, len(rows)))
 
-    def _recent(self, rows: Sequence[Row], count: int) -> RecentTokens | None:
-        """Return each row's newest tokens, to recompute if the draft model's KV cache is approximate; else None."""
-        if not self._draft.approximate:
-            return None
-        tokens = np.zeros((count, self._width), np.int32)
-        counts = np.zeros(count, np.int32)
-        for number, row in enumerate(rows):
-            tokens[number, -row.again :] = row.request.tokens[-row.again :]
-            counts[number] = row.again
-        return RecentTokens(tokens, counts)
+    def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._draft.copy_states(copies)
 
     def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " found"]) -> Iterator[tuple[Row, list[int]]]:
         count = self._row_count(plan)

@@ -3,9 +3,14 @@
 A step computes the next token of every running request together with chunks of prompts (Agrawal et al. 2023,
 arXiv:2308.16369). Several steps without chunks are planned at once. Requests start in the order of their arrival. When
 pages run out, the newest request is preempted, and later recomputed from its prompt and its tokens so far.
+
+Where layers have states, snapshots of these are kept for the prefix cache at places that cost no further step, about
+one chunk apart; and where the cached pages of a prompt show that it leaves an earlier text, for the next prompt that
+does (Pan et al. 2024, arXiv:2411.19379). There a chunk ends.
 """
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +18,10 @@ from collections.abc import Callable, Sequence
 from jaxstack.decoding.pages import ROOT, PagePool, page_digest
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.step_shapes import ChunkShape, choose_shape
+
+_STATE_TOKENS = 64
+"""Tokens that recurrent layers compute at a time. Chunks of prompts end at their multiples, so that the rest of a
+prompt is computed in the same parts whether the states before it were cached or not."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -25,8 +34,7 @@ class Row:
       index: number in the answer of the token that is sampled after them; None: none is.
       drafts: guesses of the tokens after the newest one, which are among the `count` tokens; -1 for each that a draft
         model makes on the device.
-      again: number of tokens, the newest included, that the draft model runs exactly before it guesses, if its layers
-        run together.
+      again: number of tokens, the newest included, that the step runs again where the caches do not have them exactly.
     """
 
     request: Request
@@ -52,12 +60,16 @@ class StepPlan:
       chunks: prompt-chunk rows.
       shape: shape that the chunks are padded to; None without chunks.
       steps: number of decode steps; 1 with chunks or drafts.
+      restored: rows of the caches of fixed size that are copied before the step, (from, to): snapshots to slots.
+      kept: those that are copied after it: slots to snapshots.
     """
 
     decoded: list[Row]
     chunks: list[Row]
     shape: ChunkShape | None
     steps: int = 1
+    restored: Sequence[tuple[int, int]] = ()
+    kept: Sequence[tuple[int, int]] = ()
 
     @property
     def rows(self) -> list[Row]:
@@ -84,7 +96,7 @@ class Scheduler:
       shapes: shapes of prompt chunks; may be replaced before the warm-up.
       shapes_beside: function depth -> shapes of prompt chunks that are allowed while answers are decoded; depth is the
         position of the chunks in the context, from 0 (start) to 1 (end). May be replaced at any time.
-      approximate: the draft model's keys and values of drafts are approximations until the next step.
+      approximate: what the caches have of accepted drafts is approximate, or missing, until the next step.
       decode_steps: largest number of steps of a plan without prompt chunks; may be changed at any time.
     """
 
@@ -110,7 +122,10 @@ class Scheduler:
         self.approximate = False
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._slots = slots
         self._free_slots = list(reversed(range(slots)))
+        self._restored: list[tuple[int, int]] = []
+        self._stride = math.lcm(pool.page_size, _STATE_TOKENS)
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -254,7 +269,8 @@ class Scheduler:
         while self.waiting and self._free_slots:
             request = self.waiting[0]
             size = self.pool.page_size
-            request.pages, request.digests = self.pool.share_prefix(request.tokens)
+            prefix = self.pool.share_prefix(request.tokens)
+            request.pages, request.digests = prefix.pages, prefix.digests
             needed = -(-(len(request.tokens) + 1) // size) - len(request.pages)
             spare = len(self.running) if self.running else 0
             pages = self.pool.allocate(needed) if needed + spare <= self.pool.available else None
@@ -271,7 +287,11 @@ class Scheduler:
             request.filled = request.exact = cached
             request.slot = self._free_slots.pop()
             request.described_pages = -1
+            if prefix.snapshot is not None:
+                self._restored.append((self._slots + prefix.snapshot, request.slot))
+            request.branch = 0
             if request.times.started is None:
+                request.branch = prefix.known // self._stride * self._stride
                 request.times.started = time.perf_counter()
                 request.cached_tokens = cached
             self.running.append(request)
@@ -281,19 +301,45 @@ class Scheduler:
         if not pending:
             return [], None
         answers = any(request.filled >= request.target for request in self.running)
-        left = [request.target - request.filled for request in pending]
+        left = [self._chunk_end(request, request.filled, request.target) - request.filled for request in pending]
         depth = max(request.filled for request in pending) / self.context
         shape = choose_shape(self.shapes_beside(depth) if answers else self.shapes, left)
         rows: list[Row] = []
         for request in pending:
             start = request.filled
-            most = start + shape.width if self._states else request.target
-            while start < min(most, request.target) and len(rows) < shape.rows:
-                count = min(shape.width, request.target - start)
-                last = start + count == request.target == len(request.tokens)
-                rows.append(Row(request, start, count, request.sampled if last else None))
-                start += count
+            while start < request.target and len(rows) < shape.rows:
+                end = self._chunk_end(request, start, shape.width)
+                last = end == request.target == len(request.tokens)
+                rows.append(Row(request, start, end - start, request.sampled if last else None))
+                start = request.target if self._states else end
         return rows, shape
+
+    def _chunk_end(self, request: Request, start: int, width: int) -> int:
+        """Return the end of a chunk of up to `width` tokens of a prompt, where a snapshot of its states may follow."""
+        end = min(start + width, request.target)
+        if not self.pool.keeps_snapshots:
+            return end
+        if start < request.branch < end:
+            return request.branch
+        if end == request.target:
+            return end
+        ends = (end // unit * unit for unit in (self._distance, self._stride))
+        return next((aligned for aligned in ends if aligned > start), end)
+
+    @property
+    def _distance(self) -> int:
+        """Tokens between the snapshots of a long prompt: those of the widest chunk, or somewhat more."""
+        return -(-max(shape.width for shape in self.shapes) // self._stride) * self._stride
+
+    def _keep_states(self, request: Request) -> list[tuple[int, int]]:
+        """Return the rows to copy if a snapshot of a request's states is to be kept after its newest chunk."""
+        end = request.filled
+        if not self.pool.keeps_snapshots or (end % self._distance and end != request.branch):
+            return []
+        assert request.slot is not None
+        pages = end // self.pool.page_size
+        number = self.pool.add_snapshot(request.digests[pages - 1]) if pages <= len(request.digests) else None
+        return [] if number is None else [(request.slot, self._slots + number)]
 
     def _make_plan(self, decoded: list[Row], chunks: list[Row], shape: ChunkShape | None) -> StepPlan:
         """Build the plan of a step from its rows, and advance their requests to the state after the step."""
@@ -302,9 +348,13 @@ class Scheduler:
         for row in decoded:
             row.request.sampled += row.count
             row.request.exact = row.start + 1
+        kept = list[tuple[int, int]]()
         for row in chunks:
             row.request.exact = row.request.filled
             row.request.sampled += row.index is not None
             self.register_pages(row.request)
+            kept += self._keep_states(row.request)
         steps = max((row.count - len(row.drafts) for row in decoded), default=1)
-        return StepPlan(decoded, chunks, shape, steps)
+        restored = self._restored
+        self._restored = []
+        return StepPlan(decoded, chunks, shape, steps, restored, kept)

@@ -19,14 +19,13 @@ from jaxstack.decoding.compilation import ThreadedCompiler
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh, Params
 from jaxstack.decoding.requests import Request
-from jaxstack.decoding.rows import Column, Pages, decode_rows, rows_at_step, run_rows, sampled_states
+from jaxstack.decoding.rows import Column, Pages, RecentTokens, decode_rows, rows_at_step, run_rows, sampled_states
 from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, log_probabilities, sample_rows
 from jaxstack.decoding.schedule import Row
 from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.distributed.xla_options import OptionValue, half_batch_options
 from jaxstack.errors import ConfigError
-from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.layer import CacheRoom
 from jaxstack.observe.number_format import byte_size
 from jaxstack.parallel.sharding_context import logical_axis_rules
@@ -73,6 +72,9 @@ class Programs:
         """int32 words of a row's mask of allowed tokens."""
         self.compiled = 0
         """Number of programs compiled so far."""
+        self.replays = False
+        """True: the model has states, which tokens that were guessed enter only when they are accepted: the next step
+        runs them again. To be set before the first step."""
         self.keeps_states = False
         """True: `forward` sets `states`. To be set before the first step."""
         self.states: list[Float[Array, "R C D"]] = []
@@ -84,6 +86,11 @@ class Programs:
         with jax.set_mesh(model.rules.mesh):
             self._last = jax.device_put(jnp.zeros(room.slots, jnp.int32), whole)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
+        self._copy = self.compiler.jit(
+            partial(copy_row, row_axes(partial(cache_shapes, model), room)),
+            donate_argnames="pages",
+            out_shardings=layout,
+        )
         self._sample = self.compiler.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
         self._forward = dict[bool, Any]()
         self._advance = dict[bool, Any]()
@@ -121,6 +128,12 @@ class Programs:
         for x in jax.tree.leaves(self._pages):
             x.delete()
         self._pages = None
+
+    def copy_states(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Dispatch copies of rows of the caches of fixed size, such as states, each (from, to)."""
+        with jax.set_mesh(self.model.rules.mesh):
+            for source, target in copies:
+                self._pages = self._copy(np.int32(source), np.int32(target), pages=self._pages)
 
     def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
         """Encode the rows of a step's batch as an int32 array for the programs, padded to `count` rows."""
@@ -177,6 +190,7 @@ class Programs:
         mode: Mode,
         mask: Int[np.ndarray, "all words"] | None = None,
         drafted: Int[np.ndarray, "R D"] | None = None,
+        recent: RecentTokens | None = None,
     ) -> Int[Array, "all ..."]:
         """Dispatch one step asynchronously; return a sample for each decoded row, then for each prompt chunk.
 
@@ -188,9 +202,10 @@ class Programs:
           mask: allowed tokens of all samples, see `Constraint.fill_mask`; None: all tokens are.
           drafted: newest token and drafts of each decoded row, at its end; a token is sampled after each of them. None:
             a row has the newest token of its slot, and one sample.
+          recent: tokens of each decoded row that are not in its states, if the programs replay drafts.
         """
         with jax.set_mesh(self.model.rules.mesh):
-            logits = self.forward(rows, chunks, tokens, drafted)
+            logits = self.forward(rows, chunks, tokens, drafted, recent)
             first = rows if drafted is None else self._repeat(rows, drafted.shape[1])
             settings = np.concatenate([part[:, : Column.PAGES] for part in (first, chunks) if part is not None])
             sampled, self._last = self._sample(logits, self._last, settings, mask, mode=mode)
@@ -202,13 +217,16 @@ class Programs:
         chunks: Int[np.ndarray, "Q columns"] | None,
         tokens: Int[np.ndarray, "Q C"] | None,
         drafted: Int[np.ndarray, "R D"] | Int[Array, "R D"] | None,
+        recent: RecentTokens | None = None,
     ) -> Float[Array, "all V"]:
         """Dispatch the forward pass of a step; return the logits to sample from. Arguments as in `run`."""
         model = self.model
         count = len(rows) if drafted is None else drafted.size
         halves = self._halves(count + (0 if tokens is None else tokens.size))
+        # A single row would be split between its tokens, and drafts run before the tokens that they follow.
+        halves = halves and (recent is None or len(rows) > 1)
         logits, self._pages, self.states = self._forward[halves](
-            model.params, model.non_params, self._last, rows, drafted, chunks, tokens, pages=self._pages
+            model.params, model.non_params, self._last, rows, drafted, recent, chunks, tokens, pages=self._pages
         )
         return logits
 
@@ -282,6 +300,7 @@ class Programs:
         last: Int[Array, " S"],
         rows: Int[Array, "R columns"],
         drafted: Int[Array, "R D"] | None,
+        recent: RecentTokens | None,
         chunks: Int[Array, "Q columns"] | None,
         tokens: Int[Array, "Q C"] | None,
         pages: Pages,
@@ -292,11 +311,22 @@ class Programs:
         self.compiled += 1  # runs only when the program is traced
         newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
         groups = [(rows, newest)]
+        if recent is not None:
+            guessed = rows.at[:, Column.START].add(1).at[:, Column.COUNT].set(jnp.maximum(rows[:, Column.COUNT] - 1, 0))
+            groups = [recent.group(rows), (guessed, newest[:, 1:])]
         if chunks is not None and tokens is not None:
             groups.append((chunks, tokens))
         with logical_axis_rules(self.model.rules):
             model = self.model.module.merge(params, non_params)
-            hidden, pages = run_rows(model, groups, pages, halves=halves)
+            hidden, pages = run_rows(model, groups, pages, halves=halves, drafts=None if recent is None else 1)
+            if recent is not None:
+                again, drafts, *others = hidden
+                place = newest.shape[1] - rows[:, Column.COUNT, None, None]
+                columns = jnp.arange(newest.shape[1])[:, None]
+                hidden = [
+                    jnp.where(columns == place, again[:, -1:], jnp.pad(drafts, ((0, 0), (1, 0), (0, 0)))),
+                    *others,
+                ]
             return model.logits(sampled_states(hidden)), pages, hidden if self.keeps_states else []
 
     def _sample_step(
@@ -425,20 +455,48 @@ def pad_chunks(rows: Sequence[Row], shape: ChunkShape) -> Int[np.ndarray, "Q C"]
 
 def cache_bytes(model: ModelOnMesh, room: CacheRoom) -> int:
     """Return the size in bytes of a model's cache, summed over all layers and devices."""
-    made = _cache_shapes(model, room)
+    made = cache_shapes(model, room)
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
 
 
 def shares_pages(model: ModelOnMesh) -> bool:
     """Return True if every layer keeps its cache in pages.
 
-    Otherwise some keep a state of fixed size for each sequence, which only moves forward: it cannot be shared by
-    sequences with a common prefix, cannot take back draft tokens, and takes the chunks of a prompt one after another.
+    Otherwise some keep a state of fixed size for each sequence, which only moves forward: sequences with a common
+    prefix share snapshots of it, it cannot take back draft tokens, and takes the chunks of a prompt one after another.
     """
-    return all(isinstance(layer, PagedKeys) for layer in _cache_shapes(model, CacheRoom(1, 1, 1, 1)))
+    axes = row_axes(partial(cache_shapes, model), CacheRoom(1, 1, 1, 1))
+    return all(axis < 0 for axis in jax.tree.leaves(axes))
 
 
-def _cache_shapes(model: ModelOnMesh, room: CacheRoom) -> Pages:
+def row_axes(make: Callable[[CacheRoom], Pages], room: CacheRoom) -> PyTree[int]:
+    """Return the dim of each array of a cache that has a row for each sequence; -1: none, as it has pages.
+
+    Args:
+      make: returns the shapes of the cache of a given size.
+    """
+
+    def axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
+        return next((i for i, sizes in enumerate(zip(one.shape, two.shape, strict=True)) if len({*sizes}) > 1), -1)
+
+    return jax.tree.map(axis, make(room), make(room._replace(snapshots=room.snapshots + 1)))
+
+
+def copy_row(axes: PyTree[int], source: Int[Array, ""], target: Int[Array, ""], pages: Pages) -> Pages:
+    """Copy a row of the caches of fixed size, in the dims `axes`, to another row; return the cache."""
+
+    def copy(axis: int, x: jax.Array) -> jax.Array:
+        if axis < 0:
+            return x
+        row = jax.lax.dynamic_index_in_dim(x, source, axis)
+        return jax.lax.dynamic_update_index_in_dim(x, row, target, axis)
+
+    return jax.tree.map(copy, axes, pages)
+
+
+def cache_shapes(model: ModelOnMesh, room: CacheRoom) -> Pages:
+    """Return the shapes of a model's cache."""
+
     def make(params: Params, non_params: Params) -> Pages:
         return make_cache(model, params, non_params, room)
 
@@ -481,12 +539,17 @@ def choose_room(
     pages = config.pages or config.slots * -(-context // size)
     room = CacheRoom(config.slots, context, pages, size)
     try:
-        rooms = [room._replace(pages=count) for count in (1, 2)]
-        one, two = (sum(cache_bytes(model, small) for model in models) + further(small) for small in rooms)
+        rooms = [room._replace(pages=1), room._replace(pages=2), room._replace(pages=1, snapshots=1)]
+        one, *larger = (sum(cache_bytes(model, small) for model in models) + further(small) for small in rooms)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    per_page = two - one
+    per_page, per_snapshot = (size_of - one for size_of in larger)
+    snapshots = config.slots if config.snapshots is None else config.snapshots
+    if not per_snapshot or not config.prefix_cache:
+        snapshots = 0
     per_slots = one - per_page
+    if config.snapshots is not None:
+        per_slots += per_snapshot * snapshots
     available = memory_per_device()
     if available is not None:
         total = available * models[0].rules.mesh.size
@@ -495,8 +558,9 @@ def choose_room(
         rest = total - weights - per_page * (config.pages or 1)
         if 0 < rest < per_slots + sampling:
             most = int(rest / (per_slots + sampling) * config.slots)
+            kept = f", {snapshots:,} snapshots (engine.snapshots)" if config.snapshots and snapshots else ""
             raise ConfigError(
-                f"the states and logits of {config.slots:,} requests at a time (engine.slots) take at least "
+                f"the states{kept} and logits of {config.slots:,} requests at a time (engine.slots) take at least "
                 f"{byte_size(per_slots + sampling)}, but weights and cache leave {byte_size(rest)}; set "
                 f"engine.slots to at most {most:,}, or use more devices (parallel.tensor=2)."
             )
@@ -505,6 +569,9 @@ def choose_room(
             free = min(total * config.memory_fraction, total - sampling) - weights - per_slots
             if jax.default_backend() == "cpu":
                 free /= 2  # the programs, and what they compute with, are in the same memory
+            if config.snapshots is None and snapshots:
+                snapshots = max(0, min(snapshots, int(free / 4 // per_snapshot)))
+                free -= per_snapshot * snapshots
             if free < 0:
                 pages = 0
             elif per_page:
@@ -515,7 +582,7 @@ def choose_room(
             f"(engine.memory_fraction {config.memory_fraction}); use more devices (parallel.tensor=2)"
             + (f" or fewer engine.slots ({config.slots})." if per_slots else ".")
         )
-    return room._replace(length=min(context, pages * size), pages=pages)
+    return room._replace(length=min(context, pages * size), pages=pages, snapshots=snapshots)
 
 
 def _sampling_bytes(model: ModelOnMesh, config: EngineConfig) -> int:

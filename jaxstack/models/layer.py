@@ -34,6 +34,13 @@ class CacheRoom(NamedTuple):
     """Number of pages that all sequences share, in which softmax attention stores keys and values."""
     page_size: int
     """Tokens per page."""
+    snapshots: int = 0
+    """Number of further places of a cache of fixed size, which keep those of earlier sequences."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of a cache of fixed size: one for each slot, and then those of the snapshots."""
+        return self.slots + self.snapshots
 
 
 class PageGroup(NamedTuple):
@@ -47,6 +54,8 @@ class PageGroup(NamedTuple):
     """New tokens per sequence; those before position 0 are padding."""
     slots: Int[Array, " R"]
     """Slot of each sequence, which is its place in caches of fixed size."""
+    drafts: bool = False
+    """True: the tokens may be rejected, so that caches of fixed size do not keep them."""
 
 
 class PageSlots(NamedTuple):
@@ -213,17 +222,6 @@ class Mixer(Component):
     def exchanges_heads(self, method: str | None) -> bool:
         """Return True if context parallelism needs the query heads to divide evenly among its devices."""
         return True
-
-    def key_source(self, heads: int) -> tuple[int, int]:
-        """Return how many numbers of a token context parallelism may send in place of keys and values, or 0.
-
-        Args:
-          heads: number of query heads.
-
-        Returns:
-          That number, and how many parameters compute keys and values from it.
-        """
-        return 0, 0
 
     def length_problem(self, chunk: int) -> str | None:
         """Return why context parallelism cannot split sequences into parts of `chunk` tokens, or None."""

@@ -12,7 +12,7 @@ SIZE = 4
 
 def fill(pool: PagePool, tokens: list[int]) -> list[int]:
     """Take pages for a sequence and register the full ones, as an engine does; [] if there is no room."""
-    pages, digests = pool.share_prefix(tokens)
+    pages, digests, *_ = pool.share_prefix(tokens)
     fresh = pool.allocate(-(-len(tokens) // pool.page_size) - len(pages))
     if fresh is None:
         pool.release(pages)
@@ -74,7 +74,7 @@ def test_a_prefix_is_shared_but_for_the_page_of_the_last_token():
     pool = PagePool(8, SIZE)
     tokens = list(range(8))
     first = fill(pool, tokens)
-    shared, digests = pool.share_prefix(tokens)
+    shared, digests, *_ = pool.share_prefix(tokens)
     assert shared == first[:1] and digests == [page_digest(ROOT, tokens[:4])]
     assert pool.share_prefix([*tokens, 9])[0] == first
     assert pool.share_prefix([*tokens[:4], 0, 0, 0, 0, 9])[0] == first[:1]
@@ -101,7 +101,7 @@ def test_the_least_recently_used_page_is_evicted_first_and_a_prefix_from_its_end
 def test_without_a_prefix_cache_nothing_is_shared():
     pool = PagePool(8, SIZE, cache_prefixes=False)
     pool.release(fill(pool, list(range(8))))
-    assert pool.share_prefix(list(range(9))) == ([], [])
+    assert pool.share_prefix(list(range(9))) == ([], [], None, 0)
 
 
 def test_a_page_cannot_be_released_twice():

@@ -1,7 +1,8 @@
 """The engine over a simulated device: whatever arrives, is cancelled or preempted, each answer is that of its prompt.
 
 The simulated device keeps token ids in the pages instead of keys and values, and the next token is a hash of all tokens
-that it finds there. So a wrong page, a page with two owners, or a lost or repeated token changes the answer.
+that it finds there. So a wrong page, a page with two owners, or a lost or repeated token changes the answer. A state of
+a slot is the tokens that it has been given.
 """
 
 import types
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from jaxstack.decoding import engine as engine_module
+from jaxstack.decoding import schedule as schedule_module
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.ngram_draft import accept
 from jaxstack.decoding.rows import Column
@@ -24,6 +26,7 @@ from jaxstack.serve.config import EngineConfig
 
 V = 3
 CONTEXT = 40
+TEXT = [0, 1, 2, 2] * 5
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -48,6 +51,8 @@ class Sampled(np.ndarray):
 class SimulatedPrograms(Programs):
     """Pages of token ids. Everything that no token has been written to holds a wrong one."""
 
+    has_states = False
+
     def __init__(self, model, room, *, vocab_size, halves_from, constant_steps):
         self.constant_steps = constant_steps
         self.slots = room.slots
@@ -56,8 +61,14 @@ class SimulatedPrograms(Programs):
         self._described = np.zeros((room.slots, Column.PAGES + self.table_width), np.int32)
         self.memory = np.full(room.pages * room.page_size, 255)
         self.newest = np.full(room.slots, 254)
+        self.states: list[list[int]] = [[]] * room.rows
 
-    def run(self, rows, chunks, tokens, mode, mask=None, drafted=None):
+    def copy_states(self, copies):
+        for source, target in copies:
+            self.states[target] = self.states[source]
+
+    def run(self, rows, chunks, tokens, mode, mask=None, drafted=None, recent=None):
+        assert (recent is not None) == (self.has_states and drafted is not None)
         newest = self.newest[rows[:, Column.SLOT], None] if drafted is None else drafted
         parts = [(rows, newest, newest.shape[1])] + ([] if chunks is None else [(chunks, tokens, 1)])
         for lines, ids, _ in parts:
@@ -66,6 +77,12 @@ class SimulatedPrograms(Programs):
                 count = line[Column.COUNT]
                 if count:
                     self.memory[self._places(line)[start : start + count]] = own[-count:]
+        if self.has_states:
+            decoded = (newest, rows[:, Column.COUNT]) if recent is None else recent
+            self._advance_states(rows, *decoded, rows[:, Column.START] + 1)
+            if chunks is not None:
+                counts = chunks[:, Column.COUNT]
+                self._advance_states(chunks, tokens, counts, chunks[:, Column.START] + counts)
         sampled = []
         for lines, _, samples in parts:
             for line in lines:
@@ -89,6 +106,14 @@ class SimulatedPrograms(Programs):
             sampled[step] = self.run(now, None, None, mode)
         return sampled.view(Sampled)
 
+    def _advance_states(self, rows, tokens, counts, ends):
+        """The last `count` tokens of each row follow those in the state of its slot, up to `ends`."""
+        for row, own, count, end in zip(rows, tokens, counts, ends, strict=True):
+            if count:
+                slot = row[Column.SLOT]
+                self.states[slot] = [*(self.states[slot] if end > count else []), *own[-count:].tolist()]
+                assert self.states[slot] == self.memory[self._places(row)[:end]].tolist()
+
     def _places(self, line: np.ndarray) -> np.ndarray:
         table = line[Column.PAGES :].astype(int)
         return (table[:, None] * self.page_size + np.arange(self.page_size)).ravel()
@@ -102,15 +127,16 @@ class SimulatedDraft:
         self.width = width
         self.approximate = together > 1
         self.memory = np.full_like(target.memory, 251)
+        self.copy_states = target.copy_states
 
     def run(self, rows, newest, chunks, tokens, mode, mask=None, recent=None):
-        self._run_exactly(rows, newest, chunks, tokens, recent)
+        self._run_exactly(rows, newest, chunks, tokens, recent if self.approximate else None)
         drafted = np.zeros((len(rows), self.width), int)
         for line, row, token in zip(drafted, rows, newest, strict=True):
             for column in range(self.width - row[Column.COUNT], self.width):
                 line[column] = token
                 token = token * 2 % V
-        sampled = self.target.run(rows, chunks, tokens, mode, mask, drafted)
+        sampled = self.target.run(rows, chunks, tokens, mode, mask, drafted, recent if self.target.replays else None)
         after = sampled[: drafted.size].reshape(drafted.shape)
         kept = []
         for line, row, found in zip(drafted, rows, after, strict=True):
@@ -137,7 +163,7 @@ class SimulatedDraft:
 
 
 def choose_room(models, config: EngineConfig, further) -> CacheRoom:
-    return CacheRoom(config.slots, CONTEXT, config.pages, config.page_size)
+    return CacheRoom(config.slots, CONTEXT, config.pages, config.page_size, config.snapshots or 0)
 
 
 @pytest.fixture
@@ -151,9 +177,12 @@ def make_engine(monkeypatch):
     monkeypatch.setattr(engine_module, "Programs", SimulatedPrograms)
     monkeypatch.setattr(engine_module, "DraftPrograms", SimulatedDraft)
     monkeypatch.setattr(engine_module, "choose_room", choose_room)
-    monkeypatch.setattr(engine_module, "shares_pages", lambda model: True)
+    monkeypatch.setattr(schedule_module, "_STATE_TOKENS", 1)
 
     def make(config: EngineConfig, draft: bool = False) -> Engine:
+        has_states = config.snapshots is not None
+        monkeypatch.setattr(SimulatedPrograms, "has_states", has_states)
+        monkeypatch.setattr(engine_module, "shares_pages", lambda model: not has_states)
         return Engine(model, config, draft=model if draft else None, warm_up=False, start=False)
 
     return make
@@ -161,7 +190,8 @@ def make_engine(monkeypatch):
 
 requests = st.lists(
     st.tuples(
-        st.lists(st.integers(0, V - 1), min_size=1, max_size=30),  # prompt
+        st.lists(st.integers(0, V - 1), min_size=1, max_size=10)  # prompt, alone or after the beginning of a text
+        | st.builds(lambda count, end: [*TEXT[:count], *end], st.integers(1, 20), st.lists(st.just(1), max_size=10)),
         st.integers(1, 10),  # tokens of the answer
         st.sampled_from([None, None, 0]),  # stop token
         st.integers(0, 6),  # steps before it arrives
@@ -176,6 +206,7 @@ requests = st.lists(
 def configs(draw) -> EngineConfig:
     """Any sizes, with few pages more than one request needs."""
     size = draw(st.sampled_from([1, 3, 8]))
+    snapshots = draw(st.sampled_from([None, None, 0, 1, 3]))
     return EngineConfig(
         slots=draw(st.integers(1, 5)),
         page_size=size,
@@ -185,6 +216,7 @@ def configs(draw) -> EngineConfig:
         prefix_cache=draw(st.booleans()),
         decode_steps=draw(st.sampled_from([1, 2, 5, 8])),
         steps_ahead=draw(st.integers(0, 3)),
+        snapshots=snapshots,
         draft_tokens=draw(st.sampled_from([0, 0, 3])),
         draft_layers_together=draw(st.sampled_from([1, 2])),
     )
@@ -219,6 +251,32 @@ def test_each_answer_is_that_of_its_prompt(make_engine, asked, config, draft):
             assert handles[number].finish_reason == ("length" if len(wanted) == count else "stop")
     assert engine.pool.used == 0 and engine.running == engine.waiting == 0
     assert engine.stats.generated_tokens == sum(handle.count for handle in handles.values())
+
+
+def run(engine: Engine, prompt: list[int]) -> tuple[int, int]:
+    """Answer a prompt alone; return how many of its tokens were cached, and in how many chunks the others came."""
+    before = engine.stats.steps
+    handle = engine.submit(prompt, 1)
+    while engine.step():
+        pass
+    assert handle.result() == answer(prompt, 1, None)
+    return handle.cached_tokens, engine.stats.steps - before
+
+
+def test_states_are_kept_a_chunk_apart_and_where_a_prompt_leaves_an_earlier_one(make_engine):
+    engine = make_engine(EngineConfig(slots=2, pages=40, page_size=4, chunk=16, snapshots=4))
+    assert run(engine, [1] * 39) == (0, 3), "chunks end after 16 and 32 tokens, as they do without snapshots"
+    assert run(engine, [1] * 31) == (16, 2), "its pages lead on to the 28th token, where a snapshot is made"
+    assert run(engine, [1] * 30) == (28, 1) and run(engine, [*[1] * 25, 2]) == (16, 2)
+    assert run(engine, [*[1] * 26, 2]) == (24, 1) and len(engine.pool._snapshots) == 4
+    assert run(engine, [2] * 18) == (0, 2), "the snapshot after 32 tokens has not been used"
+    assert run(engine, [1] * 38) == (28, 2) and engine.scheduler.prefix_hits == 112
+
+
+def test_a_snapshot_goes_with_the_last_page_of_its_prefix(make_engine):
+    engine = make_engine(EngineConfig(slots=1, pages=10, page_size=4, chunk=16, snapshots=2))
+    assert run(engine, [1] * 18)[0] == 0 and len(engine.pool._snapshots) == 1
+    assert run(engine, [2] * 38)[0] == 0 and run(engine, [1] * 18)[0] == 0
 
 
 def test_shapes_have_room_for_every_budget():

@@ -153,7 +153,7 @@ class AttentionKind(Mixer):
         A kind that stores every key overrides this with `empty_pages`, so that sequences take memory as they grow and
         share common prefixes.
         """
-        return self.make_cache(heads, room.slots, room.length, dtype)
+        return self.make_cache(heads, room.rows, room.length, dtype)
 
     @abstractmethod
     def store(

@@ -23,8 +23,8 @@ def decode_slots(
 ) -> tuple[Float[Array, "1 T ..."], LayerCache]:
     """Add packed tokens of many sequences to their slots' caches; return the tokens' outputs, and the cache.
 
-    A sequence has at most one row in the call. A row that starts at position 0 begins with an empty cache, whatever
-    the slot's last sequence left.
+    A sequence has at most one row in a group. A row that starts at position 0 begins with an empty cache, whatever
+    the slot's last sequence left. Tokens of a group of drafts change no cache.
 
     Args:
       decode: maps (*arrays of rows [R, C, ...], their caches, their `CacheSlots`) to their outputs and caches, as
@@ -39,7 +39,7 @@ def decode_slots(
         seen = group.lengths - (queries >= 0).sum(1)
         rows = _read_rows(cache, group.slots, seen)
         out, rows = decode(*parts, rows, CacheSlots(queries, seen))
-        cache = _write_rows(cache, rows, group)
+        cache = cache if group.drafts else _write_rows(cache, rows, group)
         outputs.append(out)
     return pack_groups(outputs), cache
 

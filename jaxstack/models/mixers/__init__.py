@@ -51,7 +51,7 @@ class TokenMixer(Protocol):
         ...
 
     def make_shared_cache(self, room: CacheRoom, dtype: jax.typing.DTypeLike) -> LayerCache:
-        """Create an empty cache for the sequences of an engine, in pages or with one row for each of `room.slots`."""
+        """Create an empty cache for the sequences of an engine, in pages or with `room.rows` rows."""
         ...
 
     def complete_cache(self, cache: LayerCache) -> LayerCache:

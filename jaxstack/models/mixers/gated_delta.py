@@ -191,7 +191,7 @@ class GatedDeltaNet(nnx.Module):
 
     def make_shared_cache(self, room: CacheRoom, dtype: jax.typing.DTypeLike) -> GatedDeltaCache:
         """Create an empty cache with one row for each slot of an engine."""
-        return self.make_cache(room.slots, room.length, dtype)
+        return self.make_cache(room.rows, room.length, dtype)
 
     def complete_cache(self, cache: LayerCache) -> LayerCache:
         """Return the cache as it is: nothing in it depends on weights."""

@@ -196,7 +196,7 @@ class StateSpaceLayer(nnx.Module):
 
     def make_shared_cache(self, room: CacheRoom, dtype: jax.typing.DTypeLike) -> StateSpaceCache:
         """Create an empty cache with one row for each slot of an engine."""
-        return self.make_cache(room.slots, room.length, dtype)
+        return self.make_cache(room.rows, room.length, dtype)
 
     def complete_cache(self, cache: LayerCache) -> LayerCache:
         """Return the cache as it is: nothing in it depends on weights."""

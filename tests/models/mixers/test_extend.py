@@ -68,7 +68,7 @@ class Shift(nnx.Module):
         return LastInput(jnp.zeros((batch, self.width), dtype))
 
     def make_shared_cache(self, room, dtype):
-        return self.make_cache(room.slots, room.length, dtype)
+        return self.make_cache(room.rows, room.length, dtype)
 
     def complete_cache(self, cache):
         return cache
