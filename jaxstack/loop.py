@@ -170,6 +170,7 @@ class Loop:
                 self.settings.on_new_run()
             return 0
         self.trainer.stored_state = restored.state
+        self.trainer.data_state = restored.data
         self.skips = SkippedSteps(self.settings.resilience, restored.skipped)
         self.signs.note(saved=restored.step)
         jax.block_until_ready(self.trainer.state.params)
@@ -306,7 +307,8 @@ class Loop:
             return
         began = time.perf_counter()
         self.signs.note("save", saved=self._committed())
-        self.checkpoints.save(step, self.trainer.stored_state, self.skips.to_json())
+        data = self.trainer.data_state
+        self.checkpoints.save(step, self.trainer.stored_state, self.skips.to_json(), data)
         self.meter.exclude(time.perf_counter() - began)
 
     def _committed(self) -> int:

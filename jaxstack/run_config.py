@@ -191,9 +191,15 @@ class RunConfig(Component):
                 f"a step trains on all answers of a rollout: train.global_batch_size ({batch}) must be rollout.prompts "
                 f"({rollout.prompts}) x policy.samples ({policy.samples}) = {answers}; set it to that, or leave it out."
             )
-        if rollout.stale_steps:
+        if rollout.resample and rollout.carried_prompts:
             return (
-                f"rollout.stale_steps ({rollout.stale_steps}) must be 0: answers are sampled with the newest weights."
+                f"rollout.resample ({rollout.resample}) needs complete rollouts, and rollout.carried_prompts "
+                f"({rollout.carried_prompts}) leaves answers to the next one; set one of them to 0."
+            )
+        if rollout.environment.path and rollout.carried_prompts:
+            return (
+                f"rollout.carried_prompts ({rollout.carried_prompts}) leaves answers of one turn to the next rollout, "
+                "and with rollout.environment.path they have several; remove one of them."
             )
         if rollout.resample and not policy.drops_groups:
             return (
@@ -344,7 +350,7 @@ def config_from_tree(
     model = sections.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         sections["model"] = merge_trees(load_preset(model["preset"]), model)
-    _fill_in_batch(sections)
+    _fill_in_rollouts(sections)
     if _keeps_end_layers_wide(sections) and isinstance(sections.setdefault("model", {}), dict):
         sections["model"] = {"unscanned_end_layers": 1, **sections["model"]}
     for section, default in (("optimizer", "adamw"), ("schedule", "cosine"), ("local_sgd", "diloco")):
@@ -353,8 +359,8 @@ def config_from_tree(
     return build_component(RunConfig, sections, origin, overrides)
 
 
-def _fill_in_batch(tree: Tree) -> None:
-    """Set a missing batch size of reinforcement learning to the number of answers of a rollout."""
+def _fill_in_rollouts(tree: Tree) -> None:
+    """Set what follows from rollouts where it is missing: the batch size, and the correction for older weights."""
     policy = tree.get("policy")
     if not isinstance(policy, dict) or policy.get("loss") is None:
         return
@@ -364,6 +370,10 @@ def _fill_in_batch(tree: Tree) -> None:
     train = tree.get("train") or {}
     if isinstance(train, dict) and isinstance(prompts, int) and isinstance(samples, int):
         tree["train"] = {"global_batch_size": prompts * samples, **train}
+    correction = policy.get("sampler_correction") or {}
+    older = isinstance(rollout, dict) and (rollout.get("stale_steps") or rollout.get("carried_prompts"))
+    if older and isinstance(correction, dict):
+        tree["policy"] = {**policy, "sampler_correction": {"method": "truncate", **correction}}
 
 
 def _expand_auto(tree: Mapping[str, object]) -> Tree:

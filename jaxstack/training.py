@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
@@ -323,6 +324,15 @@ class Training:
     @stored_state.setter
     def stored_state(self, state: TrainState) -> None:
         self.state = self.wrapper.load(self, state)
+
+    @property
+    def data_state(self) -> Mapping[str, np.ndarray]:
+        """What the data need to go on after the newest step, as arrays for a checkpoint; {}: the step says it all."""
+        return {}
+
+    @data_state.setter
+    def data_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        del arrays
 
     @property
     def abstract_stored_state(self) -> TrainState:

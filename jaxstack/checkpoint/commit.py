@@ -8,7 +8,7 @@ import dataclasses
 import datetime
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,14 @@ _PART = ".hashes-"
 
 @dataclasses.dataclass
 class SaveJob:
-    """A checkpoint being written in the background: step, temporary folder, content of checkpoint.json, and timings."""
+    """A checkpoint being written in the background: step, temporary folder, content of its files, and timings."""
 
     step: int
     staging: Path
     index: dict[str, Any]
     started: float
     announced: bool
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     num_bytes: int = 0
     blocking_seconds: float = 0.0
 

@@ -28,7 +28,7 @@ from jaxstack.checkpoint.leaves import (
 )
 from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
-from jaxstack.files import FileLock
+from jaxstack.files import FileLock, write_file
 
 _ARRAYS = "arrays"
 _Fields = Mapping[str, Callable[[], Any]]
@@ -120,7 +120,14 @@ class CheckpointManager:
         """Return True if the configured interval makes a checkpoint due after `step` steps."""
         return should_save(step, self.config.every_steps, last_step)
 
-    def save(self, step: int, state: PyTree, extra: object = None, wait: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        extra: object = None,
+        wait: bool = False,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Save a pytree and `extra` as the checkpoint of `step`, replacing an earlier one of this step.
 
         Returns once the state is in host memory, so that its buffers may be donated. Host memory has at most one copy:
@@ -132,6 +139,7 @@ class CheckpointManager:
           state: arrays, random keys and plain Python values.
           extra: plain JSON.
           wait: return when the save is committed, and raise if it fails; as with `async: false`.
+          files: further files of the checkpoint, name -> content, which the first process writes.
 
         Raises:
           JaxstackError: a leaf or `extra` cannot be stored, another process saves here, or the save failed.
@@ -146,7 +154,7 @@ class CheckpointManager:
         wait = wait or not self.config.asynchronous
         self._attempts += 1
         staging = self.directory / f".saving-{step}-{self._attempts}"
-        job = SaveJob(step, staging, index, started, announced=not wait)
+        job = SaveJob(step, staging, index, started, announced=not wait, files=files or {})
         if self._prepare(job):
             kept = {name: spec for name, spec in specs.items() if spec.has_array}
             stored = {name: to_stored(leaves[name], spec) for name, spec in kept.items()}
@@ -212,6 +220,14 @@ class CheckpointManager:
           JaxstackError: the checkpoint is damaged.
         """
         return self._checked_index(step).get("extra")
+
+    def read_file(self, step: int, name: str) -> bytes | None:
+        """Return the content of a file that was given to `save` as one of `files`; None if there is none.
+
+        Raises:
+          JaxstackError: the checkpoint is damaged.
+        """
+        return (self._path(step) / name).read_bytes() if name in self._checked_index(step)["files"] else None
 
     def restore(
         self, step: int, abstract_tree: PyTree, *, subset: bool = False, later: _Fields | None = None
@@ -284,6 +300,8 @@ class CheckpointManager:
                 self._take_lock()
                 directory.clear_unfinished(self.directory)
                 job.staging.mkdir()
+                for name, content in job.files.items():
+                    write_file(job.staging / name, content, durable=False)  # flushed when it is hashed
             except (OSError, JaxstackError) as error:
                 failure = error
         if coordination.all_true(failure is None):

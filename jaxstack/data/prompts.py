@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,16 +88,16 @@ class Prompts:
         """Return the columns that all records have."""
         return functools.reduce(set.intersection, ({*prompt.columns} for prompt in (*self.train, *self.held_out)))
 
-    def deal(self, number: int, count: int, *, spare: bool = False) -> list[Prompt]:
-        """Return the `count` prompts of rollout `number`: each epoch goes through all prompts in a new order.
+    def deal(self, places: Iterable[int], *, spare: bool = False) -> list[Prompt]:
+        """Return the prompts at these places, from 0, of an order in which each epoch goes through all prompts anew.
 
         `spare` returns those of another order, which may replace them.
         """
         size = len(self.train)
-        places = [divmod(place, size) for place in range(number * count, (number + 1) * count)]
+        found = [divmod(place, size) for place in places]
         stream = (1,) if spare else ()
-        orders = {epoch: np.random.default_rng((self._seed, epoch, *stream)).permutation(size) for epoch, _ in places}
-        return [self.train[orders[epoch][place]] for epoch, place in places]
+        orders = {epoch: np.random.default_rng((self._seed, epoch, *stream)).permutation(size) for epoch, _ in found}
+        return [self.train[orders[epoch][place]] for epoch, place in found]
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -155,6 +155,7 @@ class Engine:
         seed: int = 0,
         stop_tokens: Collection[int] | None = None,
         constraint: Constraint | None = None,
+        answer: Sequence[int] = (),
     ) -> Request:
         """Submit a prompt for generation; return the request, which yields the answer's tokens as they are generated.
 
@@ -166,6 +167,7 @@ class Engine:
             another number of rows).
           stop_tokens: ids that end the answer; default: those of the engine.
           constraint: which tokens are allowed, for this request alone; default: all.
+          answer: first tokens of the answer, which count for `max_tokens`: it goes on as if they had been sampled.
 
         Raises:
           ConfigError: the prompt is empty, has unknown ids, or is too long with its answer.
@@ -181,6 +183,7 @@ class Engine:
             stop_tokens=self.stop_tokens if stop_tokens is None else stop_tokens,
             constraint=constraint,
             cancel=self._cancel,
+            answer=answer,
         )
         with self._changed:
             self._check_open()

@@ -61,6 +61,7 @@ class Request:
       stop_tokens: ids that end the answer, and are not part of it.
       constraint: which tokens are allowed; None: all of the vocabulary.
       cancel: called with this request to end it early.
+      answer: tokens of the answer that are known, after which it goes on.
 
     Attributes:
       times: when it reached its stages.
@@ -68,8 +69,8 @@ class Request:
       finish_reason: None until the answer has ended.
       stop_token: the stop token that ended the answer, which is not part of it; None if something else did.
       error: reason for the finish reason "error".
-      log_probabilities: of each token of the answer, and of the stop token, if the engine has `ScoredPrograms`. To be
-        read once the answer is complete.
+      log_probabilities: of each generated token of the answer, and of the stop token, if the engine has
+        `ScoredPrograms`. To be read once the answer is complete.
 
     Progress:
       tokens: the prompt and the answer as far as the host has read it.
@@ -95,6 +96,7 @@ class Request:
         stop_tokens: Collection[int] = (),
         constraint: Constraint | None = None,
         cancel: Callable[["Request"], None] | None = None,
+        answer: Sequence[int] = (),
     ):
         self.prompt = tuple(prompt)
         self.max_tokens = max_tokens
@@ -109,17 +111,17 @@ class Request:
         self.error: JaxstackError | None = None
         self.log_probabilities: list[float] = []
         self._cancel = cancel
-        self._taken = len(self.prompt)
+        self._taken = len(self.prompt) + len(answer)
         self._changed = threading.Condition()
         self._ended = threading.Event()
         self._listener: Callable[[], None] | None = None
 
-        self.tokens = list(self.prompt)
+        self.tokens = [*self.prompt, *answer]
         self.number = 0
         self.target = len(self.tokens)
         self.filled = 0
         self.exact = 0
-        self.sampled = 0
+        self.sampled = len(answer)
         self.slot: int | None = None
         self.pages: list[int] = []
         self.digests: list[bytes] = []
@@ -151,7 +153,7 @@ class Request:
             return new, self.finish_reason
 
     def result(self) -> list[int]:
-        """Wait until the answer is complete and return all of its tokens.
+        """Wait until the answer is complete and return all of its tokens, those that were known too.
 
         Raises:
           JaxstackError: the engine or the request's constraint failed.

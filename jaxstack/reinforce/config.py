@@ -51,8 +51,11 @@ class RolloutConfig(Component):
     """Largest number of further rollouts of a step, of other prompts, whose groups replace those with equal rewards
     (dynamic sampling of DAPO, arXiv:2503.14476)."""
     stale_steps: int = Field(default=0, ge=0)
-    """Number of train steps by which the sampler's weights may be behind. Only 0 is supported: each rollout is sampled
-    with the newest weights."""
+    """Number of train steps between the weights that sample answers and those that train on them. 0: answers are
+    sampled with the newest weights, before each step; 1 or more: while steps run, with weights of so many before."""
+    carried_prompts: int = Field(default=0, ge=0)
+    """Number of further prompts that are answered at the same time. A rollout ends when all answers to `prompts` of
+    them are complete; the others go on in the next rollout, after the tokens that they have (partial rollouts)."""
     eval_prompts: int = Field(default=256, ge=1)
     """Largest number of held-out prompts that an evaluation answers, each once at the temperature and once greedily."""
     environment: EnvironmentConfig = EnvironmentConfig()

@@ -30,6 +30,7 @@ class Episode:
       tokens: ids of everything after the prompt, the stop tokens included.
       sampled: of each of these, True if the model has sampled it.
       log_probabilities: of each of these, with which it was sampled; 0 for the others.
+      versions: of each sampled token, see `Answer`.
       truncated: it reached the limit of tokens.
       messages: the messages after the prompt, those of the model included.
       reward: sum of the environment's rewards, or why it has none; None without an environment.
@@ -43,6 +44,7 @@ class Episode:
     tokens: list[int] = dataclasses.field(default_factory=list)
     sampled: list[bool] = dataclasses.field(default_factory=list)
     log_probabilities: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
     truncated: bool = False
     messages: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
     reward: float | Failure | None = None
@@ -125,6 +127,7 @@ class Episodes:
         """Append an answer, and return the tool calls in it."""
         text = answer.tokens[: answer.text_tokens]
         episode.add(answer.tokens, answer.log_probabilities)
+        episode.versions += answer.versions
         episode.text = self._prompts.tokenizer.decode(text)
         content, calls = self._prompts.turns.parse(text)
         episode.messages.append({"role": "assistant", "content": content})

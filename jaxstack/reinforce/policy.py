@@ -248,20 +248,23 @@ class SamplerCorrection(Component):
 
     method: Annotated[str, NameIn(CORRECTIONS)] = "none"
     """none; truncate: the ratio of a token's probabilities, brought into the limits; mask: the same, 0 outside of the
-    limits; truncate_answers and mask_answers: the same with the product over an answer."""
+    limits; truncate_answers and mask_answers: the same with the product over an answer. With `rollout.stale_steps`
+    or `carried_prompts` the default is truncate."""
     smallest: float | None = Field(default=None, ge=0)
     """Smallest weight; null: 0, for mask 0.5."""
     largest: float | None = Field(default=None, gt=0)
     """Largest weight; null: 2, for mask 5."""
 
-    def weights(self, tokens: Tokens) -> Float[Array, "B T"] | float:
-        """Return the weight of each token, without a gradient."""
+    def weights(self, tokens: Tokens) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]] | None:
+        """Return the weight of each token, without a gradient, and whether a limit changes it; None: no correction."""
         row = CORRECTIONS[self.method]
         if row is None:
-            return 1.0
+            return None
         smallest = row.smallest if self.smallest is None else self.smallest
         largest = row.largest if self.largest is None else self.largest
-        return jax.lax.stop_gradient(row.limit(row.weight(tokens), smallest, largest))
+        ratio = jax.lax.stop_gradient(row.weight(tokens))
+        weights = row.limit(ratio, smallest, largest)
+        return weights, weights != ratio
 
 
 def _k2(log_ratio: jax.Array) -> jax.Array:
@@ -397,14 +400,19 @@ def sum_over_tokens(
     Returns:
       The loss; and `clip_share`, the share of tokens whose ratio is limited; `kl`, the divergence from the reference,
       or without one from the model before the first update; `entropy`, the mean -log-probability of sampled tokens,
-      which estimates it; `sampler_logprob_difference`, the mean absolute difference of sampler and trained model.
+      which estimates it; `sampler_logprob_difference`, the mean absolute difference of sampler and trained model;
+      `sampler_kl`, the divergence KL(sampler || trained model); with a correction `importance`, the mean weight, and
+      `importance_limited`, the share of tokens whose weight is limited.
     """
     if settings.baseline == TEACHER:
         tokens = tokens.with_teacher()
     counted = tokens.shares > 0
     sampled = counted if sampled is None else sampled
     objective = settings.method.objective(tokens, settings)
-    value = objective.value * settings.sampler_correction.weights(tokens)
+    value = objective.value
+    correction = settings.sampler_correction.weights(tokens)
+    if correction is not None:
+        value = value * correction[0]
     compared = tokens.before if tokens.reference is None else tokens.reference
     log_ratio = tokens.bounded(tokens.policy - jax.lax.stop_gradient(compared))
     if tokens.reference is not None and settings.kl:
@@ -422,12 +430,16 @@ def sum_over_tokens(
     def mean(x: jax.Array, among: jax.Array) -> LossSum:
         return LossSum(jnp.sum(jnp.where(among, x, 0), dtype=jnp.float32), jnp.sum(among, dtype=jnp.float32))
 
-    return LossSum(total, count), {
+    found = {
         "clip_share": mean(objective.clipped, counted),
         "kl": mean(_k3(log_ratio), counted),
         "entropy": mean(-tokens.policy, sampled),
         "sampler_logprob_difference": mean(jnp.abs(tokens.before - tokens.sampler), sampled),
+        "sampler_kl": mean(_k3(tokens.bounded(tokens.sampler - tokens.before)), counted),
     }
+    if correction is not None:
+        found |= {"importance": mean(correction[0], counted), "importance_limited": mean(correction[1], counted)}
+    return LossSum(total, count), found
 
 
 def policy_loss(

@@ -1,12 +1,13 @@
-"""Rollouts: prompts are answered by the newest weights, the answers are rewarded, and they become a batch of a step.
+"""Rollouts: prompts are answered by the model, the answers are rewarded, and they become a batch of a step.
 
 Dimensions: P prompts, G answers to each, B = P G rows of a batch, T tokens of a row.
 """
 
 import dataclasses
 import itertools
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,21 @@ from jaxstack.data.prompts import Prompt, Prompts
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.files import write_json
 from jaxstack.loss import IGNORE
+from jaxstack.module_arrays.module import Dict
 from jaxstack.observe.report.samples import SAMPLES
+from jaxstack.reinforce.ahead import Ahead, SharedDevices
 from jaxstack.reinforce.config import RolloutConfig
 from jaxstack.reinforce.environment import Environment
 from jaxstack.reinforce.episodes import Episode, Episodes
 from jaxstack.reinforce.policy import PolicyConfig
 from jaxstack.reinforce.rewards import RewardResult, Rewards, Sample
-from jaxstack.reinforce.sampler import Sampler
+from jaxstack.reinforce.sampler import NOT_BEGUN, Answer, Sampler
 from jaxstack.state import TrainState
 
 _EVALUATION = 2**31
 """Offset of the seeds of evaluations, whose answers are then not those of training."""
+_CARRIED = "carried"
+"""Name in a checkpoint of answers that go on in the next rollout."""
 _SHOWN_GROUPS = 2
 """Number of prompts of which answers are shown in the report."""
 _SPARE = 2**30
@@ -40,11 +45,77 @@ class Rollout:
 
     Attributes:
       batch: arrays [B, T] of `jaxstack.reinforce.policy.policy_loss`.
+      versions: int32 [B, T], at the places of `labels` the number of train steps after which the model had the weights
+        that sampled the token; -1 elsewhere.
       metrics: values of the answers, such as `reward`.
     """
 
     batch: HostBatch
+    versions: np.ndarray
     metrics: Mapping[str, float]
+
+    def staleness(self, step: int) -> dict[str, float]:
+        """Return by how many train steps the sampler's weights are behind, in the train step after `step` others."""
+        behind = step - self.versions[self.versions >= 0]
+        return {"staleness": float(behind.mean()), "staleness_largest": float(behind.max())}
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Return the rollout as arrays, for a checkpoint."""
+        return {**self.batch, "versions": self.versions, "metrics": np.array(json.dumps(self.metrics))}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> "Rollout":
+        """Return the rollout that `to_arrays` has made into arrays."""
+        batch = {name: array for name, array in arrays.items() if name not in ("versions", "metrics")}
+        return cls(batch, arrays["versions"], json.loads(arrays["metrics"].item()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """The answers to a prompt, complete or not.
+
+    Attributes:
+      place: of the prompt in the order of `Prompts.deal`.
+      answers: [G].
+    """
+
+    place: int
+    answers: Sequence[Answer]
+
+    @property
+    def complete(self) -> bool:
+        """True if all answers have ended."""
+        return all(answer.ended for answer in self.answers)
+
+
+def _groups_to_arrays(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
+    """Return groups as arrays, for a checkpoint: of all answers together, and the tokens of all together."""
+    answers = [answer for group in groups for answer in group.answers]
+    return {
+        "places": np.array([group.place for group in groups]),
+        "lengths": np.array([len(answer.tokens) for answer in answers]),
+        "text_tokens": np.array([answer.text_tokens for answer in answers]),
+        "ended": np.array([answer.ended for answer in answers]),
+        "tokens": np.array([x for answer in answers for x in answer.tokens], np.int32),
+        "log_probabilities": np.array([x for answer in answers for x in answer.log_probabilities], np.float32),
+        "versions": np.array([x for answer in answers for x in answer.versions], np.int32),
+    }
+
+
+def _groups_from_arrays(arrays: Mapping[str, np.ndarray]) -> list[_Group]:
+    """Return the groups that `_groups_to_arrays` has made into arrays."""
+    ends = np.cumsum(arrays["lengths"])[:-1]
+    parts = [np.split(arrays[name], ends) for name in ("tokens", "log_probabilities", "versions")]
+    rows = zip(*parts, arrays["text_tokens"], arrays["ended"], strict=True)
+    answers = [
+        Answer(tuple(x.tolist()), tuple(y.tolist()), int(count), tuple(z.tolist()), bool(ended))
+        for x, y, z, count, ended in rows
+    ]
+    samples = len(answers) // len(arrays["places"])
+    return [
+        _Group(int(place), answers[number * samples : (number + 1) * samples])
+        for number, place in enumerate(arrays["places"])
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +199,10 @@ class _Sampled:
 
 
 class Rollouts:
-    """Makes the batches of a run: each needs the weights after the step before.
+    """Makes the batches of a run: each needs the weights after an earlier step, see `Ahead`.
 
-    It is a `BatchSource` whose batches are made when they are asked for: to be read without reading ahead.
+    It is a `BatchSource` whose batches are made when they are asked for, or by its own thread: to be read without
+    reading ahead.
 
     Args:
       prompts: the prompts.
@@ -167,8 +239,16 @@ class Rollouts:
         self._folder = folder
         self._sampler: Sampler | None = None
         self._state: Callable[[], TrainState] | None = None
+        self.devices = SharedDevices()
+        """Devices of the trainer and of the sampler, which is given `devices.borrow`."""
+        self._ahead = Ahead[Rollout](
+            self._roll_out, self._weights, self.devices, updates=policy.updates, stale_steps=config.stale_steps
+        )
+        self._known: Sequence[Rollout] = ()
+        self._carried: Sequence[_Group] = ()
+        """The answers that go on in the next rollout. For the thread that samples."""
         self.current: Rollout | None = None
-        """The newest rollout."""
+        """The rollout of the newest batch."""
 
     def attach(self, sampler: Sampler, state: Callable[[], TrainState]) -> None:
         """Set the sampler, and the function that returns the train state with the newest weights."""
@@ -200,27 +280,73 @@ class Rollouts:
         return self.prompts.source_listing
 
     @property
+    def asked(self) -> int:
+        """Number of answers that a rollout samples, those that are left to the next one included."""
+        return (self._config.prompts + self._config.carried_prompts) * self._policy.samples
+
+    @property
     def largest(self) -> int:
-        """Largest number of answers that are sampled at a time."""
-        held_out = 2 * min(len(self.prompts.held_out), self._config.eval_prompts)
-        return max(self._config.prompts * self._policy.samples, held_out)
+        """Largest number of answers that are asked for at a time."""
+        return max(self.asked, 2 * min(len(self.prompts.held_out), self._config.eval_prompts))
 
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> HostBatch:
         """Return a batch without answers: the shapes and dtypes of all batches."""
         del number, rows
         return self._empty(global_batch_size)
 
-    def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
-        """Yield a batch for each step from `start` on; each is sampled when it is asked for."""
+    def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Generator[HostBatch]:
+        """Yield a batch for each step from `start` on, with answers sampled by the weights that `Ahead` says."""
         del global_batch_size, rows
-        for step in itertools.count(start):
-            number, update = divmod(step, self._policy.updates)
-            if update == 0 or self.current is None:
-                self.current = self._roll_out(number)
-            else:
-                no_time = {"rollout_seconds": 0.0, "reward_seconds": 0.0}
-                self.current = dataclasses.replace(self.current, metrics={**self.current.metrics, **no_time})
-            yield self.current.batch
+        ahead = self._ahead
+        ahead.start(start, self._known)
+        self._known = ()
+        try:
+            for step in itertools.count(start):
+                ahead.advance(step)
+                if step % self._policy.updates == 0 or self.current is None:
+                    self.current = ahead.take()
+                    times = {}
+                else:
+                    times = {"rollout_seconds": 0.0, "reward_seconds": 0.0}
+                metrics = {**self.current.metrics, **times, **self.current.staleness(step)}
+                self.current = dataclasses.replace(self.current, metrics=metrics)
+                yield self.current.batch
+        finally:
+            ahead.close()
+
+    @property
+    def saved(self) -> dict[str, np.ndarray]:
+        """Rollouts and parts of answers for later steps, as arrays for a checkpoint; {}: there are none.
+
+        Setting it continues with them. Those of other settings, which have other shapes, are not used.
+        """
+        parts = {str(place): rollout.to_arrays() for place, rollout in enumerate(self._ahead.waiting())}
+        if self._carried:
+            parts[_CARRIED] = _groups_to_arrays(self._carried)
+        found = {f"{part}/{name}": x for part, arrays in parts.items() for name, x in arrays.items()}
+        return {**found, "settings": np.array(self._settings)} if found else {}
+
+    @saved.setter
+    def saved(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._known = self._carried = ()
+        if not arrays:
+            return
+        if arrays["settings"].item() != self._settings:
+            self._say("warning: answers in the checkpoint are not used, as the run now samples others")
+            return
+        parts: dict[str, dict[str, np.ndarray]] = {}
+        for path, array in arrays.items():
+            part, _, name = path.partition("/")
+            parts.setdefault(part, {})[name] = array
+        del parts["settings"]
+        if _CARRIED in parts:
+            self._carried = _groups_from_arrays(parts.pop(_CARRIED))
+        self._known = [Rollout.from_arrays(parts[place]) for place in sorted(parts, key=int)]
+
+    @property
+    def _settings(self) -> str:
+        """The settings that decide the shapes and the number of rollouts, as text."""
+        return json.dumps([self._length, self._policy.model_dump(mode="json"), self._config.model_dump(mode="json")])
 
     def evaluate(self) -> dict[str, float] | None:
         """Answer the held-out prompts once at the temperature and once greedily; None if there are none.
@@ -232,10 +358,13 @@ class Rollouts:
         asked = self.prompts.held_out[: self._config.eval_prompts]
         if not asked:
             return None
+        self._ahead.waiting()  # the engine is theirs until they are complete
         began = time.perf_counter()
         seeds = [_EVALUATION + number for number in range(len(asked))]
         temperatures = [self._config.temperature] * len(asked) + [0.0] * len(asked)
-        answers = self._answer([*asked, *asked], temperatures, seeds * 2)
+        weights = self._weights()
+        with self.devices.lend():
+            answers = self._answer(weights, 0, [*asked, *asked], temperatures, seeds * 2)
         results = self._reward([*asked, *asked], answers)
         totals = np.array([result.total for result in results]).reshape(2, -1)
         sampled = answers[: len(asked)]
@@ -247,42 +376,108 @@ class Rollouts:
             "eval_seconds": time.perf_counter() - began,
         }
 
-    def _roll_out(self, number: int) -> Rollout:
-        """Sample, reward and arrange the answers of rollout `number`."""
+    def _weights(self) -> Dict:
+        """Return a copy of the newest weights for the sampler."""
+        assert self._sampler is not None and self._state is not None, "attach a sampler first"
+        return self._sampler.weights(self._state())
+
+    def _roll_out(self, number: int, version: int, weights: Dict) -> Rollout:
+        """Sample, reward and arrange the answers of rollout `number`, with the weights after `version` steps."""
         wanted = self._config.prompts
         most = self._config.resample
-        sampled = self._sample(number)
+        sampled, self._carried = self._sample(weights, version, self._groups(number))
         further = 0
         while further < most and self._policy.counts(sampled.rewards).sum() < wanted:
-            sampled += self._sample(number * most + further, spare=True)
+            first = (number * most + further) * wanted
+            others = [self._new_group(place) for place in range(first, first + wanted)]
+            sampled += self._sample(weights, version, others, spare=True)[0]
             further += 1
         metrics = sampled.metrics(self._rewards.names)
         if most:
             metrics["rollouts"] = 1.0 + further
+        if self._config.carried_prompts:
+            metrics["carried_answers"] = float(np.mean([len({*answer.versions}) > 1 for answer in sampled.answers]))
         counts = self._policy.counts(sampled.rewards)
         kept = np.sort(np.argsort(~counts, kind="stable")[:wanted])
         if self._folder is not None:
             write_json(self._folder / SAMPLES, {"rollout": number, "samples": sampled.shown()})
-        return Rollout(self._arrange(sampled.groups(kept)), metrics)
+        return Rollout(*self._arrange(sampled.groups(kept)), metrics)
 
-    def _sample(self, number: int, *, spare: bool = False) -> "_Sampled":
-        """Answer and reward the prompts of rollout `number`, or such as may replace them."""
+    def _groups(self, number: int) -> list[_Group]:
+        """Return the groups of rollout `number`: those that were left to it, and new ones."""
+        end = (number + 1) * self._config.prompts + self._config.carried_prompts
+        count = self._config.prompts + self._config.carried_prompts - len(self._carried)
+        return [*self._carried, *map(self._new_group, range(end - count, end))]
+
+    def _new_group(self, place: int) -> _Group:
+        return _Group(place, [NOT_BEGUN] * self._policy.samples)
+
+    def _sample(
+        self, weights: Dict, version: int, groups: Sequence[_Group], *, spare: bool = False
+    ) -> tuple["_Sampled", list[_Group]]:
+        """Answer and reward as many groups as a rollout has; return them, and the groups that are left.
+
+        Args:
+          weights: the model's, after `version` steps.
+          version: number of steps.
+          groups: the groups.
+          spare: their places are those of prompts that may replace others.
+        """
         began = time.perf_counter()
         samples = self._policy.samples
-        dealt = self.prompts.deal(number, self._config.prompts, spare=spare)
-        asked = [prompt for prompt in dealt for _ in range(samples)]
-        first = self._seed * 7919 + number * len(asked) + spare * _SPARE
-        seeds = [(first + row) % _EVALUATION for row in range(len(asked))]
-        answers = self._answer(asked, [self._config.temperature] * len(asked), seeds)
-        answered = time.perf_counter()
-        results = self._reward(asked, answers)
-        return _Sampled(samples, asked, answers, results, answered - began, time.perf_counter() - answered)
+        wanted = self._config.prompts
+        prompts = self.prompts.deal([group.place for group in groups], spare=spare)
+        asked = [prompt for prompt in prompts for _ in range(samples)]
+        first = self._seed * 7919 + spare * _SPARE
+        seeds = [(first + group.place * samples + row) % _EVALUATION for group in groups for row in range(samples)]
+        temperatures = [self._config.temperature] * len(asked)
 
-    def _answer(self, prompts: Sequence[Prompt], temperatures: Sequence[float], seeds: Sequence[int]) -> list[Episode]:
-        assert self._sampler is not None and self._state is not None, "attach a sampler first"
-        self._sampler.load(self._state())
+        taken = list[Answer]()
+
+        def enough(ended: Sequence[bool]) -> bool:
+            return bool(np.reshape(ended, (-1, samples)).all(1).sum() >= wanted)
+
+        def go_on(
+            prompts: list[Sequence[int]], max_tokens: list[int], temperatures: list[float], seeds: list[int]
+        ) -> list[Answer]:
+            begun = [answer for group in groups for answer in group.answers]
+            assert self._sampler is not None
+            taken.extend(self._sampler.sample(prompts, max_tokens, temperatures, seeds, begun, enough))
+            return taken
+
+        carries = self._config.carried_prompts > 0
+        episodes = self._answer(weights, version, asked, temperatures, seeds, go_on if carries else None)
+        answered = time.perf_counter()
+        if carries:
+            groups = [_Group(group.place, taken[n * samples :][:samples]) for n, group in enumerate(groups)]
+        chosen = [n for n, group in enumerate(groups) if group.complete or not carries][:wanted]
+        rows = [n * samples + row for n in chosen for row in range(samples)]
+        asked, episodes = [asked[row] for row in rows], [episodes[row] for row in rows]
+        results = self._reward(asked, episodes)
+        seconds = answered - began, time.perf_counter() - answered
+        left = [group for n, group in enumerate(groups) if n not in chosen]
+        return _Sampled(samples, asked, episodes, results, *seconds), left
+
+    def _answer(
+        self,
+        weights: Dict,
+        version: int,
+        prompts: Sequence[Prompt],
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
+        sample: Callable[..., list[Answer]] | None = None,
+    ) -> list[Episode]:
+        """Return an answer to each prompt, sampled with the weights after `version` steps.
+
+        Args:
+          weights, version: the weights.
+          prompts, temperatures, seeds: of each answer.
+          sample: samples the answers of a turn, see `Episodes`; None: the sampler does.
+        """
+        assert self._sampler is not None, "attach a sampler first"
+        self._sampler.load(weights, version)
         try:
-            return self._episodes(self._sampler.sample, prompts, temperatures, seeds)
+            return self._episodes(sample or self._sampler.sample, prompts, temperatures, seeds)
         finally:
             self._sampler.unload()
 
@@ -319,9 +514,10 @@ class Rollouts:
                 f"(prompt {_shown(prompt.text)}, answer {_shown(answer.text)})"
             )
 
-    def _arrange(self, sampled: "_Sampled") -> HostBatch:
-        """Return the answers as a batch, one in each row; only sampled tokens have labels."""
+    def _arrange(self, sampled: "_Sampled") -> tuple[HostBatch, np.ndarray]:
+        """Return the answers as a batch, one in each row, and the versions of tokens; only sampled ones have labels."""
         batch = self._empty(len(sampled.answers))
+        versions = np.full_like(batch["labels"], -1)
         advantages = self._policy.advantages(sampled.rewards).ravel()
         counts = np.repeat(self._policy.counts(sampled.rewards), self._policy.samples)
         for row, answer in enumerate(sampled.answers):
@@ -330,10 +526,11 @@ class Rollouts:
             places = np.flatnonzero(answer.sampled) + len(answer.prompt) - 1
             batch["labels"][row, places] = np.array(ids)[places + 1]
             batch["sampler_logprobs"][row, places] = np.array(answer.log_probabilities)[answer.sampled]
+            versions[row, places] = answer.versions
             batch["advantages"][row, places] = advantages[row]
             if counts[row] and not (answer.truncated and self._policy.masks_overlong):
                 batch["shares"][row, places] = 1 / len(places)
-        return batch
+        return batch, versions
 
     def _empty(self, rows: int) -> dict[str, np.ndarray]:
         shape = (rows, self._length)

@@ -1,7 +1,8 @@
 """Samples answers with the serving engine, in the trainer's process and with the trainer's weights."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from flax import nnx
@@ -38,24 +39,32 @@ class Answer:
       tokens: its token ids, the stop token included if there is one.
       log_probabilities: of each of these tokens, with which it was sampled.
       text_tokens: number of tokens without the stop token.
+      versions: of each of these tokens, the number of train steps after which the model had the sampler's weights.
+      ended: False if it may go on.
     """
 
     tokens: tuple[int, ...]
     log_probabilities: tuple[float, ...]
     text_tokens: int
+    versions: tuple[int, ...] = ()
+    ended: bool = True
 
     @property
     def truncated(self) -> bool:
-        """True if the answer reached the token limit, and so has no stop token."""
+        """True if the answer has no stop token: it reached the token limit, or has not ended."""
         return self.text_tokens == len(self.tokens)
 
 
-class Sampler:
-    """Samples answers with the current weights of a trainer. The shapes of its programs never change.
+NOT_BEGUN = Answer((), (), 0, (), ended=False)
+"""An answer without any tokens so far."""
 
-    Weights stay on the devices: they are cast to the compute dtype and unrolled there, adapters are merged, and they
-    are laid out as the engine needs them, whole on each device but for tensor parallelism; there, projections of the
-    same input are one layer. Between rollouts they and the cache of keys and values are freed.
+
+class Sampler:
+    """Samples answers with the weights of a trainer. The shapes of its programs never change.
+
+    Weights stay on the devices: they are copied, cast to the compute dtype and unrolled there, adapters are merged, and
+    they are laid out as the engine needs them, whole on each device but for tensor parallelism; there, projections of
+    the same input are one layer. Between rollouts they and the cache of keys and values are freed.
 
     The tokens of a prompt are computed once, except for those after its last full page of the cache, however many
     answers it has.
@@ -70,6 +79,7 @@ class Sampler:
       context: largest number of tokens of a prompt with its answer.
       vocab_size: number of ids that may be sampled.
       stop_tokens: ids that end an answer.
+      borrow: returns a context in which a thread other than the trainer's may use the devices; None: they are its own.
     """
 
     def __init__(
@@ -84,7 +94,10 @@ class Sampler:
         context: int,
         vocab_size: int,
         stop_tokens: frozenset[int],
+        borrow: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ):
+        self._borrow = borrow or contextlib.nullcontext
+        self._version = 0
         self._trained = trainer.module
         model = self._trained.merge(self._trained.abstract_params, self._trained.abstract_non_params)
         self._source = model.config
@@ -143,10 +156,23 @@ class Sampler:
         join_projections(joined)
         return self._module.split(joined)[0]
 
-    def load(self, state: TrainState) -> None:
-        """Take the weights of a train state, and make room for keys and values. The state may be donated afterwards."""
+    def weights(self, state: TrainState) -> Dict:
+        """Return a copy of the weights of a train state for `load`. The state may be donated afterwards."""
         with jax.set_mesh(self._rules.mesh):
-            params = self._handed_over(state.params, state.non_params)
+            return self._handed_over(state.params, state.non_params)
+
+    def load(self, params: Dict, version: int = 0) -> None:
+        """Use weights from `weights`, and make room for keys and values.
+
+        Args:
+          params: the weights.
+          version: number of train steps after which the model had them.
+        """
+        self._version = version
+        with self._borrow():
+            self._load(params)
+
+    def _load(self, params: Dict) -> None:
         if self._engine is None:
             model = ModelOnMesh(self._module, params, self._non_params, self._rules)
             self._shares = shares_pages(model) and self._longest > self._config.page_size
@@ -167,9 +193,10 @@ class Sampler:
     def unload(self) -> None:
         """Free the weights and the cache until `load` is called again."""
         if self._engine is not None:
-            self._engine.pool.clear_cache()
-            self._engine.programs.free()
-            self._engine.model.unload()
+            with self._borrow():
+                self._engine.pool.clear_cache()
+                self._engine.programs.free()
+                self._engine.model.unload()
 
     @property
     def compiled(self) -> int:
@@ -182,6 +209,8 @@ class Sampler:
         max_tokens: Sequence[int],
         temperatures: Sequence[float],
         seeds: Sequence[int],
+        begun: Sequence[Answer] | None = None,
+        enough: Callable[[Sequence[bool]], bool] | None = None,
     ) -> list[Answer]:
         """Return an answer to each prompt; `load` was called before.
 
@@ -190,33 +219,58 @@ class Sampler:
           max_tokens: token limit of each answer, its stop token included.
           temperatures: divisor of the logits of each answer; 0 takes the likeliest tokens.
           seeds: an answer depends on its seed, its prompt and the weights alone (up to rounding).
+          begun: the answers so far, which go on unless they have ended; None: there are none.
+          enough: is told after each step of the engine which answers have ended. If it returns True, the others stay as
+            they are. None: all of them end.
         """
         assert self._engine is not None, "load weights first"
         engine = self._engine
         asked = list(zip(prompts, max_tokens, temperatures, seeds, strict=True))
-        first = self._first_of_each(prompts)
+        known = begun or [NOT_BEGUN] * len(asked)
+        left = [number for number, answer in enumerate(known) if not answer.ended]
         requests: dict[int, Request] = {}
 
         def submit(number: int) -> None:
             prompt, most, temperature, seed = asked[number]
             sampling = Sampling(max(temperature, _GREEDY))
-            requests[number] = engine.submit(prompt, most, sampling, seed=seed)
+            requests[number] = engine.submit(prompt, most, sampling, seed=seed, answer=known[number].tokens)
 
-        for number in first:
+        def has_ended(number: int) -> bool:
+            return number not in requests or requests[number].finish_reason is not None
+
+        for number in self._first_of_each(prompts, left):
             submit(number)
         while any(request.filled < request.target for request in requests.values()):
-            engine.step()
-        for number in range(len(asked)):
+            self._step(engine)
+        for number in left:
             if number not in requests:
                 submit(number)
-        while engine.step():
-            pass
-        answers = []
-        for _, request in sorted(requests.items()):
-            tokens = request.result()
-            ended = [] if request.stop_token is None else [request.stop_token]
-            answers.append(Answer((*tokens, *ended), tuple(request.log_probabilities), len(tokens)))
-        return answers
+        stopped = False
+        while self._step(engine):
+            if enough is not None and not stopped and enough([*map(has_ended, range(len(known)))]):
+                stopped = True
+                for request in requests.values():
+                    request.cancel()
+        return [
+            self._answer_of(requests[number], answer) if number in requests else answer
+            for number, answer in enumerate(known)
+        ]
+
+    def _answer_of(self, request: Request, begun: Answer) -> Answer:
+        """Return the answer of a request that goes on after `begun`."""
+        text = request.result()
+        tokens = (*text, *([] if request.stop_token is None else [request.stop_token]))
+        return Answer(
+            tokens,
+            (*begun.log_probabilities, *request.log_probabilities),
+            len(text),
+            (*begun.versions, *[self._version] * len(request.log_probabilities)),
+            request.finish_reason != "cancelled",
+        )
+
+    def _step(self, engine: Engine) -> bool:
+        with self._borrow():
+            return engine.step()
 
     def _step_shapes(self, unit: int) -> StepShapes:
         """Return the shapes of the engine's steps: all answers or, towards the end, a quarter; many prompts at a time.
@@ -240,17 +294,17 @@ class Sampler:
         ordered = sorted(chunks, key=lambda shape: (shape.rows * shape.width, shape.width))
         return StepShapes(tuple(sorted({slots, _split(slots, 4, unit)})), tuple(ordered), constant_steps=True)
 
-    def _first_of_each(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Return the numbers of the answers that are the first to their prompts, among those that start at once.
+    def _first_of_each(self, prompts: Sequence[Sequence[int]], left: Sequence[int]) -> list[int]:
+        """Return the numbers of the answers in `left` that are the first to their prompts, of those that start at once.
 
         Other answers find the tokens of their prompts in the cache if they start later. Empty: none can.
         """
         if not self._shares:
             return []
         numbers: dict[tuple[int, ...], int] = {}
-        for number, prompt in enumerate(prompts[: self._engine_config.slots]):
-            numbers.setdefault(tuple(prompt), number)
-        return [*numbers.values()] if len(numbers) < len(prompts) else []
+        for number in left[: self._engine_config.slots]:
+            numbers.setdefault(tuple(prompts[number]), number)
+        return [*numbers.values()] if len(numbers) < len(left) else []
 
 
 def _split(rows: int, parts: int, unit: int) -> int:

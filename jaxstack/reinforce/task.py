@@ -140,13 +140,14 @@ class ReinforcementTask(Task):
             Sampler(
                 trainer,
                 config.rollout.engine,
-                prompts=config.rollout.prompts,
-                answers=config.train.global_batch_size,
+                prompts=config.rollout.prompts + config.rollout.carried_prompts,
+                answers=data.asked,
                 requests=data.largest,
                 longest=longest,
                 context=config.train.sequence_length,
                 vocab_size=data.vocab_size,
                 stop_tokens=data.prompts.stop_tokens,
+                borrow=data.devices.borrow,
             ),
             lambda: trainer.state,
         )

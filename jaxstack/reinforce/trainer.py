@@ -1,11 +1,13 @@
 """The trainer of reinforcement learning: samples answers between its steps, and evaluates by their rewards."""
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Generator, Mapping
 from typing import cast
 
 import jax
+import numpy as np
 
 from jaxstack.loss import Batch
 from jaxstack.module_arrays.module import Dict
@@ -19,8 +21,8 @@ from jaxstack.trainer import Trainer
 class PolicyTrainer(Trainer):
     """Trains a model on answers that it samples itself, with `policy_loss`. Its data are `Rollouts`.
 
-    The answers of a step are sampled with the weights after the step before. With several updates they are trained on
-    in as many steps, whose ratios compare with the probabilities before the first.
+    With several updates answers are trained on in as many steps, whose ratios compare with the probabilities before the
+    first. Those for later steps may be sampled while a step runs, see `jaxstack.reinforce.ahead`.
     """
 
     waits = True
@@ -41,18 +43,30 @@ class PolicyTrainer(Trainer):
         updates = self.policy.updates
         old: jax.Array | None = None
         host = self.rollouts.batches(global_batch_size=size, rows=range(size), start=start)
-        for step, rollout in enumerate(host, start):
-            batch = self.put(rollout)
-            if updates > 1:
-                if old is None or step % updates == 0:
-                    old = self._log_probabilities(self.state.params, self.state.non_params, batch)
-                batch["old_logprobs"] = old
-            yield batch, 0.0
+        with contextlib.closing(host):
+            for step, rollout in enumerate(host, start):
+                batch = self.put(rollout)
+                if updates > 1:
+                    if old is None or step % updates == 0:
+                        old = self._log_probabilities(self.state.params, self.state.non_params, batch)
+                    batch["old_logprobs"] = old
+                yield batch, 0.0
+
+    @property
+    def data_state(self) -> Mapping[str, np.ndarray]:
+        """The answers that were sampled for later steps, see `Rollouts.saved`."""
+        return self.rollouts.saved
+
+    @data_state.setter
+    def data_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.rollouts.saved = arrays
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
-        """Take a step, and wait for it: the next answers need its weights. Its metrics have those of the rollout."""
+        """Take a step, and wait for it: later answers need its weights. Its metrics have those of the rollout."""
         began = time.perf_counter()
-        metrics = jax.block_until_ready(super().train_step(batch))
+        metrics = super().train_step(batch)
+        with self.rollouts.devices.lend():
+            metrics = jax.block_until_ready(metrics)
         rollout = self.rollouts.current
         known = {} if rollout is None else rollout.metrics
         return {**metrics, **cast(Metrics, {**known, "train_seconds": time.perf_counter() - began})}

@@ -1,8 +1,11 @@
 """The checkpoints of a training run: restored at its start, saved as it trains, rolled back after skipped steps."""
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.data.fingerprint import data_difference, fingerprint_difference, shared_keys
@@ -12,6 +15,8 @@ _FIXED = "adapters"
 """Section of the configuration that a run keeps: its parameters mean something else with other values."""
 _FREE = "dropout"
 """Key of that section which training alone uses, and which may change."""
+_DATA = "samples.npz"
+"""File of a checkpoint with the state of the data, if it has any."""
 
 
 class Restored(NamedTuple):
@@ -22,6 +27,8 @@ class Restored(NamedTuple):
     """The train state, as `Trainer.stored_state`."""
     skipped: Any
     """The record of skipped steps that was saved with it, or None."""
+    data: Mapping[str, np.ndarray]
+    """State of the data, see `Training.data_state`; {} if there was none."""
 
 
 class RunCheckpoints:
@@ -88,7 +95,7 @@ class RunCheckpoints:
         if changed := fingerprint_difference(before, shared_keys(before, self._settings)):
             self._say(f"warning: not as checkpoint {step} was trained: {changed}")
         self.saved_step = step
-        return Restored(step, state, extra.get("skipped"))
+        return Restored(step, state, extra.get("skipped"), _arrays_of(self.manager.read_file(step, _DATA)))
 
     def _check_fixed(self, step: int, saved: Any) -> None:
         """Raise ConfigError if the adapters are not those that the checkpoint's parameters were trained with."""
@@ -114,8 +121,15 @@ class RunCheckpoints:
             )
         self._say(f"warning: {said}; going on, as resilience.accept_data_change is set")
 
-    def save(self, step: int, state: Any, skipped: Any) -> None:
-        """Begin to save the train state reached after `step` steps, with the record of skipped steps."""
+    def save(self, step: int, state: Any, skipped: Any, data: Mapping[str, np.ndarray] | None = None) -> None:
+        """Begin to save the train state reached after `step` steps, with the record of skipped steps.
+
+        Args:
+          step: number of steps.
+          state: the train state.
+          skipped: the record.
+          data: state of the data, see `Training.data_state`.
+        """
         extra = {
             "batches": step,
             "data": dict(self._data),
@@ -123,7 +137,7 @@ class RunCheckpoints:
             "skipped": skipped,
             "settings": dict(self._settings),
         }
-        self.manager.save(step, state, extra)
+        self.manager.save(step, state, extra, files={_DATA: _file_of(data)} if data else {})
         self.saved_step = step
 
     def roll_back(self, step: int) -> str:
@@ -135,6 +149,21 @@ class RunCheckpoints:
         if newest is None:
             return "no checkpoint was saved before them"
         return f"rolled back to checkpoint {newest}, from which the same command goes on"
+
+
+def _file_of(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return arrays as the content of a compressed .npz file."""
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType] - no name is that of its own parameter
+    return file.getvalue()
+
+
+def _arrays_of(content: bytes | None) -> dict[str, np.ndarray]:
+    """Return the arrays of a .npz file; {} without a file."""
+    if content is None:
+        return {}
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        return dict(arrays)
 
 
 def _without(settings: Any, key: str) -> Any:

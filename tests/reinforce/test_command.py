@@ -82,7 +82,9 @@ def test_wrong_configurations_are_one_message(folder, capsys):
     cases = {
         "policy.samples=1": "policy: samples is 1, but advantage group_std compares the answers",
         "train.global_batch_size=6": "must be rollout.prompts (2) x policy.samples (4) = 8",
-        "rollout.stale_steps=1": "rollout.stale_steps (1) must be 0",
+        "rollout.stale_steps=-1": "greater than or equal to 0",
+        "rollout.resample=1 & rollout.carried_prompts=1": "rollout.resample (1) needs complete rollouts",
+        "rollout.environment.path=[x.py:X] & rollout.carried_prompts=1": "rollout.carried_prompts (1) leaves",
         "rollout.resample=1 & policy.loss=ppo": "rollout.resample (1) replaces groups of equal rewards",
         "policy.updates=3": "train.steps (4) must be divisible by policy.updates (3)",
         "parallel.context=2": "policy.loss does not support parallel.context",
@@ -111,6 +113,12 @@ def test_wrong_configurations_are_one_message(folder, capsys):
     assert "run python -m jaxstack.reinforce" in capsys.readouterr().err
 
 
+def weights_of(run: Path) -> dict[str, np.ndarray]:
+    """The weights of a run's newest checkpoint by name."""
+    leaves, _ = jax.tree.flatten_with_path(load(run).decoder.params)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
 @pytest.fixture(scope="module")
 def trained(folder) -> dict:
     return dict(reinforce(load_config(folder / "grpo.yaml")).metrics)
@@ -132,6 +140,52 @@ def test_a_stopped_run_goes_on_exactly(folder, trained):
     resumed = reinforce(load_config(folder / "grpo.yaml", ["run.name=stopped"])).metrics
     names = ["loss", "grad_norm", "reward", "answer_tokens", "eval_reward"]
     assert [resumed[name] for name in names] == [trained[name] for name in names]
+
+
+def check_goes_on_exactly(folder: Path, more: list[str]) -> list[dict]:
+    """Train, then again from the checkpoint of step 2: to the same metrics and weights, bit for bit.
+
+    Returns the metrics of the steps.
+    """
+    run = folder / "cut_off"
+    shutil.rmtree(run, ignore_errors=True)
+    config = load_config(folder / "grpo.yaml", ["run.name=cut_off", *more])
+    reinforce(config)
+    lines, weights = metrics_of(run), weights_of(run)
+    shutil.rmtree(run / "checkpoints" / "4")
+    (run / "metrics.jsonl").unlink()
+    reinforce(config)
+    for name, array in weights_of(run).items():
+        np.testing.assert_array_equal(array, weights[name], name)
+
+    def values(lines: list[dict]) -> list[dict]:
+        names = ("loss", "reward", "sampler_kl", "answer_tokens", "staleness", "staleness_largest", "eval_reward")
+        return [{name: line.get(name) for name in names} for line in lines]
+
+    again = metrics_of(run)
+    assert [line["step"] for line in again] == [3, 4, 4] and values(again) == values(lines[-3:])
+    return [line for line in lines if "reward" in line]
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(("stale", "updates"), [(1, 1), (3, 2)])
+def test_sampling_ahead_is_reproducible(folder, stale, updates):
+    """Steps that are sampled while others run have fixed weights, and a killed run goes on to the same ones."""
+    lines = check_goes_on_exactly(folder, [f"rollout.stale_steps={stale}", f"policy.updates={updates}"])
+    assert [line["staleness"] for line in lines] == [step - max(0, step - step % updates - stale) for step in range(4)]
+    assert lines[0]["importance"] == pytest.approx(1, abs=1e-4) and abs(lines[3]["importance"] - 1) > 1e-4
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("stale", [0, 1])
+def test_answers_are_left_to_the_next_rollout(folder, stale):
+    """Prompts whose answers take long are trained on later; a killed run has their tokens so far."""
+    lengths = ["rollout.max_tokens=12", "train.sequence_length=24", "rollout.engine.decode_steps=1"]
+    more = [*lengths, "rollout.carried_prompts=2", f"rollout.stale_steps={stale}"]
+    lines = check_goes_on_exactly(folder, more)
+    assert lines[0]["carried_answers"] == 0 and lines[-1]["carried_answers"] > 0
+    assert lines[-1]["staleness_largest"] > stale and lines[-1]["staleness"] > stale
+    assert "importance" in lines[0], "answers of older weights are corrected"
 
 
 @pytest.mark.longer

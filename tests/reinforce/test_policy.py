@@ -71,7 +71,12 @@ def test_metrics_of_the_tokens():
     _, further = sum_over_tokens(tokens_of(settings), settings, LENGTH)
     found = {name: float(x.total / x.count) for name, x in further.items()}
     assert found == pytest.approx({"clip_share": 0.222222, "kl": 0.017862, "entropy": 5.3 / 9,
-                                   "sampler_logprob_difference": 1.2 / 9}, abs=1e-6)  # fmt: skip
+                                   "sampler_logprob_difference": 1.2 / 9,
+                                   "sampler_kl": 0.080624}, abs=1e-6)  # fmt: skip
+    settings = PolicyConfig(loss="grpo", sampler_correction={"method": "truncate"})
+    _, further = sum_over_tokens(tokens_of(settings), settings, LENGTH)
+    weights = {name: float(x.total / x.count) for name, x in further.items() if name.startswith("importance")}
+    assert weights == pytest.approx({"importance": 1.100815, "importance_limited": 1 / 9}, abs=1e-6)
 
 
 def test_estimators_of_the_divergence():

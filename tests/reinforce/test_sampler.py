@@ -1,11 +1,14 @@
 """The sampler computes the tokens of a prompt once for all of its answers, which stay those of each prompt alone."""
 
+import itertools
+from collections.abc import Callable, Sequence
+
 import jax
 import numpy as np
 import pytest
 
 from jaxstack.reinforce.config import SamplerConfig
-from jaxstack.reinforce.sampler import Sampler
+from jaxstack.reinforce.sampler import Answer, Sampler
 from tests.small_runs import VOCABULARY, make_trainer, small_config
 
 
@@ -19,7 +22,7 @@ def test_answers_share_the_tokens_of_their_prompt(scan):
     first, second = np.random.default_rng(0).integers(0, VOCABULARY, (2, 11)).tolist()
 
     def sample(prompts: list[list[int]], seeds: list[int]) -> list[tuple[int, ...]]:
-        sampler.load(state)
+        sampler.load(sampler.weights(state))
         answers = sampler.sample(prompts, [5] * len(prompts), [1.0] * len(prompts), seeds)
         sampler.unload()
         return [answer.tokens for answer in answers]
@@ -40,7 +43,7 @@ def test_a_further_turn_computes_its_new_tokens():
     sizes = {"prompts": 2, "answers": 4, "requests": 4, "longest": 5, "context": 32, "vocab_size": VOCABULARY}
     sampler = Sampler(trainer, SamplerConfig(page_size=4), **sizes, stop_tokens=frozenset())
     prompts = np.random.default_rng(0).integers(0, VOCABULARY, (4, 5)).tolist()
-    sampler.load(trainer.state)
+    sampler.load(sampler.weights(trainer.state))
     first = sampler.sample(prompts, [6] * 4, [1.0] * 4, [1, 2, 3, 4])
     stats = sampler._engine.stats
     before = stats.computed_tokens
@@ -49,5 +52,40 @@ def test_a_further_turn_computes_its_new_tokens():
     assert stats.computed_tokens - before == 4 * (14 - 8), "the last sampled token is in no full page"
     assert [len(answer.tokens) for answer in second] == [3, 4, 5, 6]
     sampler.unload()
-    sampler.load(trainer.state)
+    sampler.load(sampler.weights(trainer.state))
     assert second == sampler.sample(longer, [3, 4, 5, 6], [1.0] * 4, [1, 2, 3, 4]), "as from an empty cache"
+
+
+def after_steps(count: int) -> Callable[[Sequence[bool]], bool]:
+    numbers = itertools.count(1)
+    return lambda ended: next(numbers) >= count
+
+
+def test_an_answer_goes_on_as_if_it_had_not_been_left():
+    """With the same weights, answers that are left at several places are those that are sampled at once."""
+    trainer = make_trainer(small_config("model.num_kv_heads=4"))
+    sizes = {"prompts": 2, "answers": 4, "requests": 4, "longest": 5, "context": 16, "vocab_size": VOCABULARY}
+    config = SamplerConfig(page_size=4, decode_steps=1)
+    sampler = Sampler(trainer, config, **sizes, stop_tokens=frozenset(range(8)))
+    first, second = np.random.default_rng(0).integers(8, VOCABULARY, (2, 5)).tolist()
+    asked = [first, first, second, second], [11] * 4, [1.0] * 4, [1, 2, 3, 4]
+    weights = sampler.weights(trainer.state)
+
+    def sample(version: int, *more) -> list[Answer]:
+        sampler.load(weights, version)
+        answers = sampler.sample(*asked, *more)
+        sampler.unload()
+        return answers
+
+    at_once = sample(0)
+    lengths = [len(answer.tokens) for answer in at_once]
+    assert all(answer.ended for answer in at_once) and min(lengths) < max(lengths) - 1
+    answers = sample(3, None, after_steps(3))
+    assert not any(answer.ended for answer in answers[:1])
+    answers = sample(8, sample(5, answers, after_steps(2)))
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in at_once]
+    for answer, whole in zip(answers, at_once, strict=True):
+        np.testing.assert_allclose(answer.log_probabilities, whole.log_probabilities, atol=1e-5)
+        assert answer.ended and list(answer.versions) == sorted(answer.versions)
+        assert len(answer.versions) == len(answer.tokens)
+    assert {version for answer in answers for version in answer.versions} == {3, 5, 8}
