@@ -49,7 +49,11 @@ class Task:
 TASKS = {
     "brackets": Task("demonstrations.jsonl", "reinforce-start", "reinforce-brackets.yaml", "reinforce-brackets"),
     "programs": Task(
-        "programs.jsonl", "programs-start", "reinforce-programs.yaml", "reinforce-programs", ("train.steps=800",)
+        "programs.jsonl",
+        "programs-start",
+        "reinforce-programs.yaml",
+        "reinforce-programs",
+        ("train.steps=800", "optimizer.learning_rate=1e-3"),
     ),
 }
 COLUMNS = ("work", "variant", "start_reward", "reward", "start_reward_greedy", "reward_greedy", "minutes")
