@@ -4,6 +4,7 @@ transformers computes for them in float32. Needs torch and transformers (made wi
     python scripts/make_huggingface_fixtures.py [name ...]
 """
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -207,6 +208,20 @@ MODELS = {
         {**{key: x for key, x in SMALL.items() if key != "intermediate_size"}, **DELTA, "num_experts": 4,
          "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     ),
+    "kimi-linear": (
+        "KimiLinear",
+        {**SMALL, **{key: x for key, x in LATENT.items() if key != "num_experts_per_tok"}, "num_hidden_layers": 3,
+         "rms_norm_eps": 1e-3, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+         "linear_num_heads": 4, "linear_head_dim": 8, "num_experts": 4, "num_experts_per_token": 2,
+         "num_shared_experts": 1, "pad_token_id": 1},
+    ),
+    "olmo-hybrid": (
+        "OlmoHybrid",
+        {**SMALL, "num_key_value_heads": 4, "rms_norm_eps": 1e-2, "linear_num_key_heads": 2,
+         "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6, "pad_token_id": 1,
+         "rope_parameters": {"rope_type": "default", "rope_theta": None},
+         "layer_types": ["linear_attention", "full_attention"]},
+    ),
     "granite-hybrid": (
         "GraniteMoeHybrid",
         {**SMALL, "num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -243,6 +258,25 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
+STEPPED = ("KimiLinear", "OlmoHybrid")
+"""Models whose gradients are stored too, as the logits after a step."""
+
+
+def logits_after_a_step(model: torch.nn.Module, tokens: torch.Tensor) -> np.ndarray:
+    """Returns the logits after a step of gradient descent of size 0.002, which is then undone."""
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    loss = torch.nn.functional.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.002 * parameter.grad
+        logits = model(tokens).logits
+        for name, parameter in model.named_parameters():
+            parameter.copy_(before[name])
+    return logits.numpy().astype(np.float32)
+
+
 def make(name: str) -> None:
     """Writes one model's folder."""
     kind, settings = MODELS[name]
@@ -260,6 +294,9 @@ def make(name: str) -> None:
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
     tokens = torch.randint(0, 63, (2, 24), generator=torch.Generator().manual_seed(1))
+    arrays = {"tokens": tokens.numpy().astype(np.int32)}
+    if kind in STEPPED:
+        arrays["logits after a step"] = logits_after_a_step(model, tokens)
     with torch.no_grad():
         logits = model(tokens).logits
         model.generation_config.eos_token_id = None
@@ -269,8 +306,39 @@ def make(name: str) -> None:
         make_prediction_layer(model, tokens, folder)
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    arrays = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy().astype(np.float32)}
+    if kind in RELEASED_NAMES:
+        file = folder / "model.safetensors"
+        safetensors.torch.save_file(RELEASED_NAMES[kind](safetensors.torch.load_file(file)), file, {"format": "pt"})
+    arrays["logits"] = logits.numpy().astype(np.float32)
     save_file({**arrays, "greedy": greedy.numpy().astype(np.int32)}, str(folder / "expected.safetensors"))
+
+
+def released_kimi(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gives dense layers the names that they have in releases; transformers writes those of mixtures."""
+    dense = re.compile(r"block_sparse_moe(?=\.(gate|up|down)_proj)")
+    return {dense.sub("mlp", name): x for name, x in tensors.items()}
+
+
+def released_olmo(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gives norms of outputs their names in releases, and cuts convolutions where queries, keys and values meet.
+
+    transformers writes the names of norms of inputs, and cuts the joined convolution in three equal parts.
+    """
+    found = dict(tensors)
+    for name in tensors:
+        at = name.removesuffix("q_conv1d.weight")
+        if at != name:
+            whole = torch.cat([tensors[f"{at}{part}_conv1d.weight"] for part in "qkv"])
+            parts = whole.split([len(tensors[f"{at}{part}_proj.weight"]) for part in "qkv"])
+            found |= {f"{at}{part}_conv1d.weight": x.clone() for part, x in zip("qkv", parts, strict=True)}
+        layer = name.removesuffix("post_feedforward_layernorm.weight")
+        if layer != name:
+            found[layer + "post_attention_layernorm.weight"] = found.pop(layer + "feedforward_layer_norm.weight")
+    return found
+
+
+RELEASED_NAMES = {"KimiLinear": released_kimi, "OlmoHybrid": released_olmo}
+"""Models whose releases have other names of tensors than transformers writes."""
 
 
 def make_prediction_layer(model: torch.nn.Module, tokens: torch.Tensor, folder: Path) -> None:

@@ -31,7 +31,8 @@ PUBLISHED = {
     "kimi-k2": 1.03e12, "phi4-mini": 3.84e9, "llama4-scout": 107.8e9, "gemma3-4b": 3.88e9, "glm-4.5-air": 106.85e9,
     "glm-4.7-flash": 29.9e9, "gemma4-31b": 30.7e9, "gemma4-26b-a4b": 25.2e9, "gemma4-e2b": 4.65e9, "gemma4-e4b": 7.5e9,
     "qwen3-next-80b-a3b": 79.67e9, "qwen3.5-4b": 4.206e9, "qwen3.5-35b-a3b": 34.66e9, "mamba2-2.7b": 2.7e9,
-    "granite4-h-tiny": 6.94e9, "nemotron3-nano-30b-a3b": 31.6e9,
+    "granite4-h-tiny": 6.94e9, "nemotron3-nano-30b-a3b": 31.6e9, "kimi-linear-48b-a3b": 49.1e9,
+    "olmo-hybrid-7b": 7.43e9,
 }  # fmt: skip
 
 

@@ -267,13 +267,14 @@ def _elementwise_operators(model: ModelConfig, work: Workload) -> list[OperatorC
     values = work.tokens * model.hidden_size
     size = work.itemsize
     layers = model.layers()
-    feeding = sum(layer.feed_forward is not None for layer in layers)
-    sublayers = (sum(layer.mixer is not None for layer in layers) + feeding) * work.microbatches
-    norms = model.pre_norms + model.post_norms
+    sublayers = [(layer.mixer is not None) + (layer.feed_forward is not None) for layer in layers]
+    norms = [n * (layer.pre_norms + layer.post_norms) for n, layer in zip(sublayers, layers, strict=True)]
     found = [
         # Read and write; backward: read the input and the gradient, write a gradient.
-        OperatorCost("norm", "elementwise", 15 * values, 5 * size * values, norms * sublayers),
-        OperatorCost("residual connection", "elementwise", 2 * values, 5 * size * values, sublayers),
+        OperatorCost("norm", "elementwise", 15 * values, 5 * size * values, sum(norms) * work.microbatches),
+        OperatorCost(
+            "residual connection", "elementwise", 2 * values, 5 * size * values, sum(sublayers) * work.microbatches
+        ),
     ]
     if rotating := sum(layer.rotation is not None for layer in layers) * work.microbatches:
         heads = (model.num_heads + model.kv_heads) / work.tensor

@@ -59,8 +59,8 @@ def add_to_residual(x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> 
 class Block(nnx.Module):
     """A layer: x = x + mixer(norm(x)), then x = x + mlp(norm(x)). Either sublayer may be missing.
 
-    With `config.post_norms` the output of each sublayer is normalized too, before it is added; without
-    `config.pre_norms` its input is not. With `config.layer_scalars` the result is multiplied by a learned number.
+    With `layer.post_norms` the output of each sublayer is normalized too, before it is added; without
+    `layer.pre_norms` its input is not. With `config.layer_scalars` the result is multiplied by a learned number.
 
     Args:
       layer: what this layer consists of.
@@ -70,13 +70,13 @@ class Block(nnx.Module):
         def norm(wanted: object) -> Norm | None:
             return make_norm(config.norm, config.hidden_size, config.norm_eps) if wanted else None
 
-        self.attention_norm = norm(layer.mixer and config.pre_norms)
+        self.attention_norm = norm(layer.mixer and layer.pre_norms)
         # Experts next to an MLP have a norm for each of the two.
-        self.mlp_norm = norm(layer.feed_forward not in (None, "both") and config.pre_norms)
+        self.mlp_norm = norm(layer.feed_forward not in (None, "both") and layer.pre_norms)
         self.attention = None if layer.mixer is None else mixer_module(layer.mixer)(config, layer, rngs)  # pyright: ignore[reportCallIssue]
         self.mlp = _make_feed_forward(config, layer, rngs)
-        self.attention_post_norm = norm(layer.mixer and config.post_norms)
-        self.mlp_post_norm = norm(layer.feed_forward and config.post_norms)
+        self.attention_post_norm = norm(layer.mixer and layer.post_norms)
+        self.mlp_post_norm = norm(layer.feed_forward and layer.post_norms)
         scalar = nnx.Param(jnp.ones(1, jnp.float32), logical_axes=("norm",)) if config.layer_scalars else None
         self.layer_scalar = scalar
         self.per_layer_input = PerLayerInput(config, rngs) if config.hidden_size_per_layer_input else None

@@ -18,7 +18,7 @@ from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.layer import Layer, Mixer
 from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.norm import NORMS
-from jaxstack.models.recurrent import GatedDelta, StateSpace
+from jaxstack.models.recurrent import GatedDelta, KimiDelta, StateSpace
 from jaxstack.models.rope import RopeScaling, Rotation
 from jaxstack.parallel.config import MIXTURE
 
@@ -38,6 +38,8 @@ class LayerType:
       rotates: False leaves queries and keys without rotary positions.
       feed_forward: True if it has a feed-forward sublayer.
       dense: True if that is never a mixture of experts.
+      normalizes_inputs: True if the inputs of its sublayers are normalized, and their outputs not, whatever the model's
+        `pre_norms` and `post_norms` say.
     """
 
     mixer: str | None = "attention"
@@ -46,6 +48,7 @@ class LayerType:
     rotates: bool = True
     feed_forward: bool = True
     dense: bool = False
+    normalizes_inputs: bool = False
 
 
 LAYER_TYPES = {
@@ -57,6 +60,8 @@ LAYER_TYPES = {
     "feed_forward_only": LayerType(mixer=None),
     "mlp_only": LayerType(mixer=None, dense=True),
     "delta": LayerType(mixer="delta", rotates=False),
+    "delta_pre_norms": LayerType(mixer="delta", rotates=False, normalizes_inputs=True),
+    "kda": LayerType(mixer="kda", rotates=False),
     "ssd": LayerType(mixer="ssd", rotates=False),
     "ssd_only": LayerType(mixer="ssd", rotates=False, feed_forward=False),
 }
@@ -105,7 +110,7 @@ class ModelConfig(Component):
     norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of the norms, added to the variance."""
     pre_norms: bool = True
-    """Normalize the input of each sublayer; false needs `post_norms` (OLMo 2)."""
+    """Normalize the input of each sublayer; false needs `post_norms` (OLMo 2). A layer type may say otherwise."""
     post_norms: bool = False
     """Also normalize the output of each sublayer, before it is added to the residual stream (Gemma 2)."""
     qk_norm: bool | Literal["all_heads", "without_gain"] = False
@@ -133,13 +138,16 @@ class ModelConfig(Component):
     a query sees the earlier keys of its own chunk of positions (Llama 4), need softmax attention.
     full_attention_no_rope is attention without rotary positions (SmolLM3); attention_only, feed_forward_only, mlp_only
     (dense, also with `moe`) and ssd_only are layers with one sublayer in place of two; ssd and ssd_only have state
-    space layers (Mamba-2) in place of attention, delta has gated DeltaNet (Qwen3-Next)."""
+    space layers (Mamba-2) in place of attention, delta has gated DeltaNet (Qwen3-Next), kda Kimi Delta Attention.
+    delta_pre_norms is delta with norms of its sublayers' inputs only, beside layers with others (OLMo Hybrid)."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Number of keys that a query of a sliding_attention layer sees, itself included."""
     attention_chunk_size: int | None = Field(default=None, ge=1)
     """Number of positions of a chunk in chunked_attention layers; chunks count from the start of a document."""
     delta: GatedDelta = GatedDelta()
     """Gated DeltaNet layers, for `layer_types` delta."""
+    kda: KimiDelta = KimiDelta()
+    """Layers of Kimi Delta Attention, for `layer_types` kda."""
     ssd: StateSpace = StateSpace()
     """State space layers, for `layer_types` ssd and ssd_only."""
     floor_scale: int | None = Field(default=None, ge=1)
@@ -470,6 +478,8 @@ class ModelConfig(Component):
             feed_forward=(
                 (_feed_forward(self.moe) if mixture and not kind.dense else "dense") if kind.feed_forward else None
             ),
+            pre_norms=self.pre_norms or kind.normalizes_inputs,
+            post_norms=self.post_norms and not kind.normalizes_inputs,
             keeps=name if keys == "keeps" else None,
             reuses=name if keys == "reuses" else None,
         )

@@ -85,7 +85,7 @@ def _layer(config: ModelConfig, layer: Layer) -> ParameterCount:
     """Count the parameters of one layer, its norms included."""
     mixer = ParameterCount(0, 0) if layer.mixer is None else mixer_module(layer.mixer).count(config, layer)
     sublayers = (layer.mixer is not None) + (layer.feed_forward is not None)
-    norms = sublayers * (config.pre_norms + config.post_norms) * count_norm_parameters(config.norm, config.hidden_size)
+    norms = sublayers * (layer.pre_norms + layer.post_norms) * count_norm_parameters(config.norm, config.hidden_size)
     feed_forward = _feed_forward(config, layer)
     other = norms + config.layer_scalars
     return ParameterCount(mixer.matmul + feed_forward.matmul, mixer.other + feed_forward.other + other)

@@ -125,7 +125,9 @@ def scale_initial_weights(model: nnx.Module, config: ModelConfig) -> None:
     nnx.update(model, nnx.from_flat_state([(path, scale(path, variable)) for path, variable in flat]))
 
 
-def step_size_bias(key: jax.Array, heads: int, smallest: float = 0.001, largest: float = 0.1) -> Float[Array, " heads"]:
+def step_size_bias(
+    key: jax.Array, shape: tuple[int, ...], smallest: float = 0.001, largest: float = 0.1
+) -> Float[Array, "*shape"]:
     """Return biases whose softplus is a step size, spread evenly in its logarithm (Gu & Dao 2023, arXiv:2312.00752)."""
-    steps = jnp.exp(jax.random.uniform(key, (heads,), minval=math.log(smallest), maxval=math.log(largest)))
+    steps = jnp.exp(jax.random.uniform(key, shape, minval=math.log(smallest), maxval=math.log(largest)))
     return steps + jnp.log(-jnp.expm1(-steps))

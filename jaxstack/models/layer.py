@@ -239,6 +239,8 @@ class Layer:
       rotation: name of the rotations of queries and keys in `Context.angles`; None: they are not rotated.
       feed_forward: its feed-forward sublayer, dense, a mixture of experts, or both, whose outputs are added; None: the
         layer has only a mixer.
+      pre_norms: True if the inputs of its sublayers are normalized.
+      post_norms: True if their outputs are.
       keeps: name under which its keys and values are kept for later layers; None: no other layer reads them.
       reuses: name of the kept keys and values that its queries attend to in place of its own, of which it has none;
         None: it attends to its own.
@@ -249,6 +251,8 @@ class Layer:
     chunk: int | None = None
     rotation: str | None = None
     feed_forward: Literal["dense", "experts", "both"] | None = "dense"
+    pre_norms: bool = True
+    post_norms: bool = False
     keeps: str | None = None
     reuses: str | None = None
 

@@ -89,6 +89,10 @@ class GatedDelta(Recurrent):
     """Number of heads of queries and keys; each is used by num_heads / num_key_heads heads of values."""
     key_head_dim: int = Field(default=128, ge=1, le=2**16)
     """Number of channels of a head of queries and keys."""
+    allow_neg_eigval: bool = False
+    """True lets the share of a value that is corrected lie between 0 and 2, not 1: it may overshoot (OLMo Hybrid)."""
+    norm_eps: float | None = Field(default=None, gt=0)
+    """Epsilon of the norm of a head's output; left out: that of the model's norms."""
 
     @model_validator(mode="after")
     def _check(self) -> "GatedDelta":
@@ -107,3 +111,13 @@ class GatedDelta(Recurrent):
             head_dim=self.head_dim,
             window=None,
         )
+
+
+class KimiDelta(GatedDelta):
+    """Kimi Delta Attention (Kimi Linear, arXiv:2510.26692), which `layer_types` kda has.
+
+    Gated DeltaNet in which each row of a head's state, a channel of the keys, fades by an amount of its own. These
+    amounts and the gate of the output are projected through `head_dim` channels.
+    """
+
+    name: Literal["kda"] = "kda"  # pyright: ignore[reportIncompatibleVariableOverride]

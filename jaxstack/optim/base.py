@@ -183,7 +183,8 @@ class MatrixShapeRule(PathRule):
 KNOWN = (
     MatrixShapeRule(path=r"(^|/)(\w*embed\w*|\w*head)(/|$)", adamw=True),
     MatrixShapeRule(
-        path=r"(^|/)(([qkvzxbc]|q_b|kv_b)_proj|in_proj_[qkvz]|attention/gate_proj)/(kernel|adapter/b)$", outputs=2
+        path=r"(^|/)(([qkvzxbc]|q_b|kv_b|f_b|g_b)_proj|in_proj_[qkvz]|attention/gate_proj)/(kernel|adapter/b)$",
+        outputs=2,
     ),
     MatrixShapeRule(path=r"(^|/)(o|out)_proj/(kernel|adapter/a)$", inputs=2),
     MatrixShapeRule(path=".*"),

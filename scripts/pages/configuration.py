@@ -18,7 +18,7 @@ from jaxstack.local_sgd.base import WorkerMethod
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.router import MoEConfig
-from jaxstack.models.recurrent import GatedDelta, StateSpace
+from jaxstack.models.recurrent import GatedDelta, KimiDelta, StateSpace
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES, Schedule
@@ -47,6 +47,7 @@ SEE = {
     "model.attention": "[Models](models.md#attention-kinds), and below",
     "model.moe": "[Models](models.md#mixtures-of-experts), and below",
     "model.delta": "[Models](models.md#gated-deltanet-layers), and below",
+    "model.kda": "[Models](models.md#gated-deltanet-layers), and below",
     "model.ssd": "[Models](models.md#state-space-layers), and below",
     "model.attention_implementation": "[Kernels](kernels.md)",
     "model.remat": "[Models](models.md#memory)",
@@ -182,7 +183,7 @@ def tables_of(section: str) -> tuple[list[str], list[str]]:
         return keyed, []
     patterns = get_args(BlockSparseAttention.model_fields["pattern"].annotation)
     named = [named_table(ATTENTION_KINDS), named_table(patterns, more=", in blocks")]
-    further = (("moe", MoEConfig), ("delta", GatedDelta), ("ssd", StateSpace))
+    further = (("moe", MoEConfig), ("delta", GatedDelta), ("kda", KimiDelta), ("ssd", StateSpace))
     return [*keyed, *(table(f"model.{name}", kind, f"{name}.") for name, kind in further)], named
 
 

@@ -35,7 +35,7 @@ def _write_attention(model: ModelConfig) -> dict[str, Any]:
     return {**keys, "num_key_value_heads": model.num_heads}
 
 
-_ATTENTION_KEYS = Row((*_WIDTHS, *_HEADS), _read_attention, _write_attention)
+LATENT_KEYS = Row((*_WIDTHS, *_HEADS), _read_attention, _write_attention)
 _INDEX = ("index_topk", "index_n_heads", "index_head_dim")
 
 
@@ -51,7 +51,8 @@ def _write_sparse_attention(model: ModelConfig) -> dict[str, Any]:
     return {**_write_attention(model), **{key: getattr(index, key) for key in _INDEX}}
 
 
-def _shape(norm_eps: float = 1e-6, attention: Row = _ATTENTION_KEYS) -> tuple[Row, ...]:
+def latent_shape(norm_eps: float = 1e-6, attention: Row = LATENT_KEYS) -> tuple[Row, ...]:
+    """Return the `Row`s that convert config.json's sizes of a model with latent attention, read by `attention`."""
     return (
         same("vocab_size", "vocab_size"),
         same("hidden_size", "hidden_size"),
@@ -79,7 +80,7 @@ _EXPERTS = {
     "norm_topk_prob": "norm_topk_prob",
     "first_k_dense_replace": "first_k_dense_replace",
 }
-_ATTENTION = (
+LATENT_ATTENTION = (
     Tensor("layers/attention/q_a_proj/kernel", LAYER + "self_attn.q_a_proj.weight", ((1,), (0,))),
     Tensor("layers/attention/q_a_norm/scale", LAYER + "self_attn.q_a_layernorm.weight", ((0,),)),
     Tensor("layers/attention/q_b_proj/kernel", LAYER + "self_attn.q_b_proj.weight", ((1, 2), (0,))),
@@ -96,7 +97,7 @@ _MIXTURE = (
         for name in _NAMES
     ),
 )
-_TENSORS = (*TENSORS, *_ATTENTION, *_MIXTURE)
+_TENSORS = (*TENSORS, *LATENT_ATTENTION, *_MIXTURE)
 _TRAINING = TRAINING_KEYS | {"aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp"}
 
 _PREDICTION_LAYERS = same("num_nextn_predict_layers", "num_nextn_predict_layers", 0)
@@ -132,7 +133,7 @@ DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     rows=(
-        *_shape(),
+        *latent_shape(),
         max_positions(2048),
         rope(),
         expert_keys(_EXPERTS, _v2_chosen, scoring_func="softmax"),
@@ -145,9 +146,9 @@ DEEPSEEK_V2 = Family(
 )
 
 
-def _v3_rows(attention: Row = _ATTENTION_KEYS, chosen: Callable[[Keys], dict[str, Any]] = _chosen) -> tuple[Row, ...]:
+def _v3_rows(attention: Row = LATENT_KEYS, chosen: Callable[[Keys], dict[str, Any]] = _chosen) -> tuple[Row, ...]:
     return (
-        *_shape(attention=attention),
+        *latent_shape(attention=attention),
         max_positions(4096),
         rope(),
         expert_keys(_EXPERTS, chosen, scoring_func="sigmoid", balance_bias=True),
@@ -201,7 +202,7 @@ GLM4_MOE = Family(
 )
 
 
-def _read_dense_layers(config: Keys, chosen: Callable[[Keys], dict[str, Any]] = _glm_chosen) -> dict[str, Any]:
+def read_dense_layers(config: Keys, chosen: Callable[[Keys], dict[str, Any]] = _glm_chosen) -> dict[str, Any]:
     """Return the fields of `MoEConfig`, with the number of dense layers from either of two keys."""
     fields = chosen(config)
     types = config.get("mlp_layer_types")
@@ -229,11 +230,11 @@ GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
     rows=(
-        *_shape(norm_eps=1e-5),
+        *latent_shape(norm_eps=1e-5),
         max_positions(202752),
         rope(),
         fixed("partial_rotary_factor", 1.0),
-        expert_keys(_EXPERTS, _read_dense_layers, scoring_func="sigmoid", balance_bias=True),
+        expert_keys(_EXPERTS, read_dense_layers, scoring_func="sigmoid", balance_bias=True),
         _DENSE_LAYERS,
         _PREDICTION_LAYERS,
         fixed("scoring_func", "sigmoid"),
@@ -267,7 +268,7 @@ DEEPSEEK_V32 = Family(
     "deepseek_v32",
     "DeepseekV32ForCausalLM",
     rows=(
-        *_v3_rows(_SPARSE_KEYS, lambda config: _read_dense_layers(config, _chosen)),
+        *_v3_rows(_SPARSE_KEYS, lambda config: read_dense_layers(config, _chosen)),
         _DENSE_LAYERS,
         Row(("layer_types",), _check_layer_types, lambda model: {}),
         fixed("mlp_bias", False),

@@ -19,10 +19,11 @@ from jaxstack.models.huggingface.family import Family, Multimodal, differences
 from jaxstack.models.huggingface.files import CONFIG, list_tensors, read_json
 from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL, GEMMA4, GEMMA4_MULTIMODAL
 from jaxstack.models.huggingface.gpt2 import GPT2
+from jaxstack.models.huggingface.kimi import KIMI_LINEAR
 from jaxstack.models.huggingface.llama import GRANITE, LLAMA, MISTRAL, PHI3, SMOLLM3
 from jaxstack.models.huggingface.mamba import GRANITE_HYBRID, MAMBA2, NEMOTRON_H
 from jaxstack.models.huggingface.mixture import GPT_OSS, LLAMA4, LLAMA4_MULTIMODAL, MIXTRAL, QWEN3_MOE
-from jaxstack.models.huggingface.olmo import OLMO2, OLMO3
+from jaxstack.models.huggingface.olmo import OLMO2, OLMO3, OLMO_HYBRID
 from jaxstack.models.huggingface.quantization_config import KEY, read_quantization
 from jaxstack.models.huggingface.qwen import (
     QWEN2,
@@ -59,12 +60,14 @@ FAMILIES = {
         GLM4_MOE,  # DeepSeek V3's experts without latent attention
         GLM4_MOE_LITE,  # DeepSeek V3 with other defaults
         LLAMA4,  # attention within chunks, weighted inputs of experts
+        KIMI_LINEAR,  # DeepSeek V3 without positions, Kimi Delta Attention in most layers
         QWEN3_NEXT,  # gated DeltaNet and gated attention, a gate of the shared experts
         QWEN3_5,  # the same without experts
         QWEN3_5_MOE,  # Qwen3-Next with other names of tensors
         MAMBA2,  # state space layers alone
         GRANITE_HYBRID,  # with attention, and Granite's factors
         NEMOTRON_H,  # with attention, one sublayer each
+        OLMO_HYBRID,  # OLMo 2 with gated DeltaNet layers, whose norms are before the sublayers
         OLMO3,  # OLMo 2 with windows, and rotary positions that are scaled in the other layers
     )
 }

@@ -210,6 +210,7 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
             i for i, layer in enumerate(model.layers()) if layer.rotation and rotations[layer.rotation].scaling
         ],
         "layers without rotary positions": [i for i, layer in enumerate(model.layers()) if layer.rotation is None],
+        "layers with norms of inputs, of outputs": [(layer.pre_norms, layer.post_norms) for layer in layers],
         "token mixers": [getattr(layer.mixer, "name", None) for layer in layers],
         "layers with experts": [i for i, layer in enumerate(layers) if layer.feed_forward in ("experts", "both")],
         "layers of one sublayer": [

@@ -70,7 +70,7 @@ QWEN3 = Family(
 )
 
 
-_DELTA = {
+DELTA_KEYS = {
     "linear_num_key_heads": ("num_key_heads", 16),
     "linear_num_value_heads": ("num_heads", 32),
     "linear_key_head_dim": ("key_head_dim", 128),
@@ -118,9 +118,9 @@ _HYBRID = (
     attention_bias(),
     Row(("layer_types", "full_attention_interval"), _read_types, _write_types),
     Row(
-        tuple(_DELTA),
-        lambda config: {"delta": {ours: find(config, key, default) for key, (ours, default) in _DELTA.items()}},
-        lambda model: {key: getattr(model.delta, ours) for key, (ours, _) in _DELTA.items()},
+        tuple(DELTA_KEYS),
+        lambda config: {"delta": {ours: find(config, key, default) for key, (ours, default) in DELTA_KEYS.items()}},
+        lambda model: {key: getattr(model.delta, ours) for key, (ours, _) in DELTA_KEYS.items()},
     ),
     activation("hidden_act", "silu"),
     always(norm="rms_norm_unit_offset", mlp="gated", qk_norm=True, attention={"name": "gated"}),
@@ -166,6 +166,23 @@ def _joined(names: Sequence[str], theirs: str, **more: Any) -> tuple[Tensor, ...
     """Return the rows of projections to heads, whose outputs are joined in one tensor."""
     order = ((1, 2), (0,))
     return tuple(Tensor(f"layers/attention/{n}/kernel", LAYER + theirs, order, 0, **more) for n in names)
+
+
+def delta_tensors(mixer: str) -> tuple[Tensor, ...]:
+    """Return the rows that layers of delta rules share, each projection and convolution having a tensor of its own.
+
+    Args:
+      mixer: beginning of the names within a layer.
+    """
+    at, theirs = "layers/attention/", LAYER + mixer
+    heads = ((1, 2), (0,))
+    return (
+        *(Tensor(f"{at}in_proj_{name}/kernel", f"{theirs}{name}_proj.weight", heads) for name in "qkv"),
+        *(Tensor(f"{at}{name}_conv/taps", f"{theirs}{name}_conv1d.weight", ((1, 2), (), (0,))) for name in "qkv"),
+        Tensor(f"{at}in_proj_b/kernel", f"{theirs}b_proj.weight", ((1,), (0,))),
+        Tensor(f"{at}norm/scale", f"{theirs}o_norm.weight", ((0,),)),
+        Tensor(f"{at}out_proj/kernel", f"{theirs}o_proj.weight", ((2,), (0, 1))),
+    )
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

@@ -22,11 +22,12 @@ from jaxstack.models.mixers.attention import Attention
 from jaxstack.models.mixers.gated_attention import GatedAttentionLayer
 from jaxstack.models.mixers.gated_delta import GatedDeltaNet
 from jaxstack.models.mixers.gemma_attention import GemmaAttentionLayer
+from jaxstack.models.mixers.kimi_delta import KimiDeltaAttention
 from jaxstack.models.mixers.latent_attention import MultiHeadLatentAttention
 from jaxstack.models.mixers.sparse_latent_attention import SparseMultiHeadLatentAttention
 from jaxstack.models.mixers.state_space import StateSpaceLayer
 from jaxstack.models.norm import LayerInput
-from jaxstack.models.recurrent import GatedDelta, StateSpace
+from jaxstack.models.recurrent import GatedDelta, KimiDelta, StateSpace
 
 
 @runtime_checkable
@@ -75,6 +76,7 @@ MIXERS: dict[type[Mixer], type[TokenMixer]] = {
     AttentionKind: Attention,
     SparseLatentAttention: SparseMultiHeadLatentAttention,
     LatentAttention: MultiHeadLatentAttention,
+    KimiDelta: KimiDeltaAttention,
     GatedDelta: GatedDeltaNet,
     StateSpace: StateSpaceLayer,
 }

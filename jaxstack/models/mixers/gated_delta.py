@@ -4,6 +4,9 @@ The input is projected to queries, keys and values, which go through a short con
 numbers for each value head: how much of its state is kept, and how much of it is corrected. Queries and keys have
 length 1. The output of a head is normalized, and then multiplied by silu(z).
 
+`jaxstack.models.mixers.kimi_delta` has other projections to the gate and to the decays, of which a value head has one
+for each key channel: [B, T, N, H] in place of [B, T, N].
+
 Dims: B batch, T length, D model, K key heads of H channels, N value heads of V channels, W taps.
 """
 
@@ -62,29 +65,42 @@ class GatedDeltaNet(nnx.Module):
         self.in_proj_q = project(*keys)
         self.in_proj_k = project(*keys)
         self.in_proj_v = project(*values)
-        self.in_proj_z = project(*values)
         self.in_proj_b = project((kind.num_heads,), ("heads",))
-        self.in_proj_a = project((kind.num_heads,), ("heads",))
+        self._make_gates(config, kind, rngs)
         self.q_conv = convolve(*keys)
         self.k_conv = convolve(*keys)
         self.v_conv = convolve(*values)
-        n = (kind.num_heads,)
-        rates = jax.random.uniform(rngs.params(), n, minval=1.0, maxval=16.0)
+        rates = jax.random.uniform(rngs.params(), (kind.num_heads,), minval=1.0, maxval=16.0)
         self.a_log = nnx.Param(jnp.log(rates), logical_axes=("heads",))
-        self.dt_bias = nnx.Param(step_size_bias(rngs.params(), kind.num_heads), logical_axes=("heads",))
-        self.norm = make_norm("rms_norm", kind.head_dim, config.norm_eps)
+        eps = config.norm_eps if kind.norm_eps is None else kind.norm_eps
+        self.norm = make_norm("rms_norm", kind.head_dim, eps)
         self.out_proj = Linear(values[0], (d,), (*values[1], "embed"), rngs=rngs, initialize=outer)
         self.kind = kind
+
+    def _make_gates(self, config: ModelConfig, kind: GatedDelta, rngs: nnx.Rngs) -> None:
+        """Make what the gate and the decays are computed by: projections, and the bias of the decays."""
+        d = config.hidden_size
+        inner = make_initializer(config)
+        heads = (kind.num_heads,)
+        axes = ("embed", "heads", "head_dim")
+        self.in_proj_z = Linear((d,), (*heads, kind.head_dim), axes, rngs=rngs, initialize=inner)
+        self.in_proj_a = Linear((d,), heads, axes[:2], rngs=rngs, initialize=inner)
+        self.dt_bias = nnx.Param(step_size_bias(rngs.params(), heads), logical_axes=("heads",))
+
+    def _project(self, x: LayerInput) -> list[jax.Array]:
+        """Project the input; return queries, keys, values, the gate z, beta [B, T, N] and what gives the decays."""
+        wide = apply_together(x, self.in_proj_q, self.in_proj_k, self.in_proj_v, self.in_proj_z)
+        return [*wide, *apply_together(x, self.in_proj_b, self.in_proj_a)]  # never in FP8, as the others may be
 
     def __call__(
         self, x: LayerInput, context: Context, cache: LayerCache | None = None
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Apply the sublayer to x [B, T, D]; also return the cache with this call's tokens added."""
-        q, k, v, z = apply_together(x, self.in_proj_q, self.in_proj_k, self.in_proj_v, self.in_proj_z)
-        beta, dt = apply_together(x, self.in_proj_b, self.in_proj_a)  # never in FP8, as the others may be
+        q, k, v, z, beta, dt = self._project(x)
         q, k = (shard(y, "batch", "length", "act_kv_heads", "act_head_dim") for y in (q, k))
         v, z = (shard(y, "batch", "length", "act_heads", "act_head_dim") for y in (v, z))
-        beta, dt = (shard(y, "batch", "length", "act_heads") for y in (beta, dt))
+        beta = shard(beta, "batch", "length", "act_heads")
+        dt = shard(dt, "batch", "length", "act_heads", *(None,) * (dt.ndim - 3))
         slots = context.slots
         if cache is None or slots is None:
             raw = (save_for_backward(y) for y in (v, q, k))
@@ -97,9 +113,14 @@ class GatedDeltaNet(nnx.Module):
             packed = [y.reshape(1, -1, *y.shape[2:]) for y in (q, k, v, beta, dt)]
             out, cache = decode_slots(self._decode, packed, cache, slots)
             out = out.reshape(v.shape)
-        out = (self.norm(out).astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))).astype(out.dtype)
+        out = (self.norm(out).astype(jnp.float32) * self._gate(z.astype(jnp.float32))).astype(out.dtype)
         out = shard(out, "batch", "length", "act_heads", "act_head_dim")
         return apply_scattered(out, self.out_proj), cache
+
+    @staticmethod
+    def _gate(z: Float[Array, "B T N V"]) -> Float[Array, "B T N V"]:
+        """Return what the normalized output is multiplied by."""
+        return jax.nn.silu(z)
 
     def _weights_of_heads(self) -> tuple[jax.Array, ...]:
         """Return what `_recur` needs of each value head, heads first; the taps of a key head are repeated."""
@@ -115,7 +136,7 @@ class GatedDeltaNet(nnx.Module):
         k: Float[Array, "B T K H"],
         segment_ids: SegmentIds,
         beta: Float[Array, "B T N"],
-        dt: Float[Array, "B T N"],
+        dt: Float[Array, "B T N *channels"],
         *weights: jax.Array,
     ) -> Float[Array, "B T N V"]:
         """Compute the outputs of the heads before the norm, for raw inputs that may be a part of the sequence.
@@ -129,13 +150,16 @@ class GatedDeltaNet(nnx.Module):
         if axis is None:
             return self._recur(v, q, k, segment_ids, beta, dt, *weights)
 
+        width = v.shape[-1]
+
         def whole(joined: jax.Array, q: jax.Array, k: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
             count = joined.shape[2]
             start = jax.lax.axis_index(axis) * count
             own = (jax.lax.dynamic_slice_in_dim(w, start, count) for w in weights)
-            return self._recur(joined[..., :-2], q, k, segment_ids, joined[..., -2], joined[..., -1], *own)
+            dt_parts = joined[..., width + 1 :].reshape(*joined.shape[:3], *dt.shape[3:])
+            return self._recur(joined[..., :width], q, k, segment_ids, joined[..., width], dt_parts, *own)
 
-        joined = jnp.concatenate([v, beta[..., None], dt[..., None]], axis=-1)
+        joined = jnp.concatenate([v, beta[..., None], dt.reshape(*beta.shape, -1)], axis=-1)
         return with_whole_sequences(whole, joined, q, k, segment_ids, axis_name=axis)
 
     def _recur(
@@ -145,7 +169,7 @@ class GatedDeltaNet(nnx.Module):
         k: Float[Array, "B T K H"],
         segment_ids: SegmentIds,
         beta: Float[Array, "B T N"],
-        dt: Float[Array, "B T N"],
+        dt: Float[Array, "B T N *channels"],
         *weights: jax.Array,
     ) -> Float[Array, "B T N V"]:
         """Compute the outputs of the heads before the norm, for the raw inputs of whole sequences."""
@@ -155,8 +179,21 @@ class GatedDeltaNet(nnx.Module):
             short_convolution(x, jnp.moveaxis(w, 0, 1), segment_ids=segment_ids)
             for x, w in zip((q, k, v), (taps[0][of_key_head], taps[1][of_key_head], taps[2]), strict=True)
         )
-        decay, beta = _gates(dt, beta, a_log, dt_bias)
+        decay, beta = self._gates(dt, beta, a_log, dt_bias)
         return gated_delta_rule(_of_length_1(q), _of_length_1(k), v, decay, beta, segment_ids=segment_ids)[0]
+
+    def _gates(
+        self,
+        dt: Float[Array, "B T N *channels"],
+        beta: Float[Array, "B T N"],
+        a_log: Float[Array, " N"],
+        dt_bias: Float[Array, " N *channels"],
+    ) -> tuple[Float[Array, "B T N *channels"], Float[Array, "B T N"]]:
+        """Return the logarithm of the share of each state that is kept, and the share that is corrected, in float32."""
+        rate = jnp.exp(a_log).reshape(-1, *(1,) * (dt_bias.ndim - 1))
+        most = 2.0 if self.kind.allow_neg_eigval else 1.0
+        log_decay = -rate * jax.nn.softplus(dt.astype(jnp.float32) + dt_bias)
+        return log_decay, most * jax.nn.sigmoid(beta.astype(jnp.float32))
 
     def _decode(
         self,
@@ -170,9 +207,10 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T N V"], GatedDeltaCache]:
         """Add the tokens to the cache; return the outputs of the heads before the norm, and the cache."""
         lengths, (q, k, v, beta, dt), restore = padding_last(slots.queries, q, k, v, beta, dt)
-        there = (jnp.arange(v.shape[1]) < lengths[:, None])[..., None]
+        there = jnp.arange(v.shape[1]) < lengths[:, None]
         decay, beta = (
-            jnp.where(there, x, 0) for x in _gates(dt, beta, self.a_log[...], self.dt_bias[...])
+            jnp.where(there.reshape(*there.shape, *(1,) * (x.ndim - 2)), x, 0)
+            for x in self._gates(dt, beta, self.a_log[...], self.dt_bias[...])
         )  # which leaves the state as it is
         convolutions = self.q_conv, self.k_conv, self.v_conv
         (q, k, v), tails = convolve_and_keep(convolutions, (q, k, v), cache[1:], lengths)
@@ -214,14 +252,6 @@ class GatedDeltaNet(nnx.Module):
         kind = layer.mixer
         assert isinstance(kind, GatedDelta)
         return 18.0 * kind.num_heads * kind.key_head_dim * kind.head_dim
-
-
-def _gates(
-    dt: Float[Array, "B T N"], beta: Float[Array, "B T N"], a_log: Float[Array, " N"], dt_bias: Float[Array, " N"]
-) -> tuple[Float[Array, "B T N"], Float[Array, "B T N"]]:
-    """Return the logarithm of the share of each state that is kept, and the share that is corrected, in float32."""
-    log_decay = -jnp.exp(a_log) * jax.nn.softplus(dt.astype(jnp.float32) + dt_bias)
-    return log_decay, jax.nn.sigmoid(beta.astype(jnp.float32))
 
 
 def _of_length_1(x: Float[Array, "B T K H"]) -> Float[Array, "B T K H"]:

@@ -70,7 +70,9 @@ class StateSpaceLayer(nnx.Module):
         self.c_conv = convolve(*per_group)
         n = (kind.num_heads,)
         self.a_log = _per_head(jnp.log(jax.random.uniform(rngs.params(), n, minval=1.0, maxval=16.0)))
-        self.dt_bias = _per_head(step_size_bias(rngs.params(), kind.num_heads, kind.time_step_min, kind.time_step_max))
+        self.dt_bias = _per_head(
+            step_size_bias(rngs.params(), (kind.num_heads,), kind.time_step_min, kind.time_step_max)
+        )
         self.skip = _per_head(jnp.ones(n, jnp.float32))
         self.norm = GroupsNorm(kind, config.norm_eps)
         self.out_proj = Linear(

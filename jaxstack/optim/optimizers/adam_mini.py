@@ -14,7 +14,7 @@ from jaxstack.parameter_paths import map_by_path, match
 AVERAGED = (
     (r"embed\w*/table$", (-1,)),
     (r"(^|/)([qk]_proj|in_proj_[qk])/kernel$", (-3, -1)),
-    (r"(^|/)([vzxbc]_proj|in_proj_[vz]|attention/gate_proj)/kernel$", (-3,)),
+    (r"(^|/)(([vzxbc]|f_b|g_b)_proj|in_proj_[vz]|attention/gate_proj)/kernel$", (-3,)),
     (r"(^|/)(o|out)_proj/kernel$", (-3, -2)),
     (r"(^|/)[qkvzxbc]_proj/bias$", (-2, -1)),
 )

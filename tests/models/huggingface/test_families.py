@@ -309,6 +309,32 @@ RELEASED["kimi-k2"] = RELEASED["deepseek-v3"] | {
     "aux_loss_alpha": 0.001, "seq_aux": True, "pretraining_tp": 1,
 }  # fmt: skip
 
+RELEASED["kimi-linear-48b-a3b"] = {
+    "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "first_k_dense_replace": 1, "head_dim": 72,
+    "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"}, "hidden_act": "silu", "hidden_size": 2304,
+    "initializer_range": 0.02, "intermediate_size": 9216, "kv_lora_rank": 512, "mla_use_nope": True,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128,
+        "kda_layers": [i for i in range(1, 27) if i % 4], "num_heads": 32, "short_conv_kernel_size": 4,
+    },
+    "model_max_length": 1048576, "moe_intermediate_size": 1024, "moe_layer_freq": 1, "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid", "num_attention_heads": 32, "num_expert_group": 1, "num_experts": 256,
+    "num_experts_per_token": 8, "num_hidden_layers": 27, "num_key_value_heads": 32, "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False, "topk_group": 1, "use_cache": True, "use_grouped_topk": True, "v_head_dim": 128,
+    "vocab_size": 163840,
+}  # fmt: skip
+
+RELEASED["olmo-hybrid-7b"] = {
+    "model_type": "olmo_hybrid", "attention_bias": False, "hidden_act": "silu", "hidden_size": 3840,
+    "intermediate_size": 11008, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+    "linear_allow_neg_eigval": True, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 96, "linear_num_key_heads": 30,
+    "linear_num_value_heads": 30, "linear_value_head_dim": 192, "max_position_embeddings": 65536,
+    "num_attention_heads": 30, "num_hidden_layers": 32, "num_key_value_heads": 30, "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": None, "rope_type": None}, "tie_word_embeddings": False, "vocab_size": 100352,
+}  # fmt: skip
+
 
 MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b")
 

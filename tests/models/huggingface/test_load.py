@@ -20,6 +20,8 @@ from jaxstack.models import ModelConfig, Transformer, from_huggingface
 from jaxstack.models.huggingface import load
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.files import WeightFiles
+from jaxstack.models.mixers.gated_delta import GatedDeltaNet
+from jaxstack.models.mixers.kimi_delta import KimiDeltaAttention
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
@@ -45,10 +47,34 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name):
     assert greedy == expected["greedy"].tolist()
 
 
+@pytest.mark.parametrize("name", ["kimi-linear", "olmo-hybrid"])
+def test_a_step_of_gradient_descent_is_that_of_transformers(name):
+    expected = load_file(HERE / name / "expected.safetensors")
+    tokens = jnp.asarray(expected["tokens"])
+
+    @jax.jit
+    def step(model: Transformer) -> jax.Array:
+        def loss(params: nnx.State) -> jax.Array:
+            losses = jax.nn.log_softmax(nnx.merge(graph, params, rest)(tokens)[:, :-1])
+            return -jnp.take_along_axis(losses, tokens[:, 1:, None], axis=-1).mean()
+
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        params = jax.tree.map(lambda x, gradient: x - 0.002 * gradient, params, jax.grad(loss)(params))
+        return nnx.merge(graph, params, rest)(tokens)
+
+    found, wanted = step(from_huggingface(HERE / name)), expected["logits after a step"]
+    assert np.abs(wanted - expected["logits"]).max() > 0.05
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+
+
 WRONG = {
     "olmo3, YaRN in windows too": ("olmo3", {"rope_local_base_freq": None}),
     "phi3, short factors": ("phi3", {"rope_scaling": {"long_factor": [1.0, 1.0, 1.0]}}),
     "mamba2, limits of step sizes": ("mamba2", {"ssd": {"time_step_limit": [0.1, 1.5]}}),
+    "kimi-linear, corrections that overshoot": ("kimi-linear", {"kda": {"allow_neg_eigval": True}}),
+    "olmo-hybrid, corrections of at most 1": ("olmo-hybrid", {"delta": {"allow_neg_eigval": False}}),
+    "olmo-hybrid, rotary positions": ("olmo-hybrid", {"positions": "rope"}),
+    "olmo-hybrid, epsilon of the other norms": ("olmo-hybrid", {"delta": {"norm_eps": None}}),
     "glm4-moe, all channels rotate": ("glm4-moe", {"partial_rotary_factor": 1.0}),
     "deepseek-v3.2, more keys": ("deepseek-v32", {"attention": {"index_topk": 6}}),
     "gemma4, all channels rotate": ("gemma4-dense", {"rope_scaling": {"partial_rotary_factor": 1.0}}),
@@ -67,6 +93,23 @@ def test_a_slightly_different_model_has_other_logits(name):
     parts = ModuleArrays(lambda rngs: Transformer(model.config, rngs)).split(model)
     other = ModuleArrays(lambda rngs: Transformer(config, rngs)).merge(*parts)
     found = jax.jit(lambda model, tokens: model(tokens))(other, jnp.asarray(expected["tokens"]))
+    assert np.abs(found - expected["logits"]).max() > 0.05
+
+
+def _equal_decays(self, dt, beta, a_log, dt_bias):
+    log_decay, beta = GatedDeltaNet._gates(self, dt, beta, a_log, dt_bias)
+    return jnp.broadcast_to(log_decay.mean(-1, keepdims=True), log_decay.shape), beta
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("_gate", staticmethod(jax.nn.silu)), ("_gates", _equal_decays)],
+    ids=["silu as gate", "one decay for all channels of a head"],
+)
+def test_gates_of_gated_deltanet_give_other_logits_of_kimi_linear(name, value, monkeypatch):
+    monkeypatch.setattr(KimiDeltaAttention, name, value)
+    expected = load_file(HERE / "kimi-linear" / "expected.safetensors")
+    found = jax.jit(lambda model, tokens: model(tokens))(from_huggingface(HERE / "kimi-linear"), expected["tokens"])
     assert np.abs(found - expected["logits"]).max() > 0.05
 
 
