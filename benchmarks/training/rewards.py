@@ -1,6 +1,6 @@
 """Rewards of held-out prompts while a small model learns from its rewards: the tasks of docs/posttraining.md.
 
-    python benchmarks/training/rewards.py                  # two tasks, three seeds: minutes each on two cores
+    python benchmarks/training/rewards.py                  # the tasks, three seeds: minutes each on two cores
     python benchmarks/training/rewards.py --tasks programs --seeds 0
     python benchmarks/training/rewards.py --together 6     # on a machine with twelve cores
 
@@ -54,6 +54,18 @@ TASKS = {
         "reinforce-programs.yaml",
         "reinforce-programs",
         ("train.steps=800", "optimizer.learning_rate=1e-3"),
+    ),
+    "products": Task(
+        "products.jsonl",
+        "products-start",
+        "reinforce-products.yaml",
+        "reinforce-products",
+        (
+            "train.steps=600",
+            "train.sequence_length=96",
+            "data.tokenizer={name: file, path: tokenizer.json}",
+            "data.chat.template=calls.jinja",
+        ),
     ),
 }
 COLUMNS = ("work", "variant", "start_reward", "reward", "start_reward_greedy", "reward_greedy", "minutes")

@@ -237,6 +237,8 @@ class Rollouts:
         self._seed = seed
         self._say = say
         self._folder = folder
+        self._told = False
+        """True once a call of the environment has failed, which was reported."""
         self._sampler: Sampler | None = None
         self._state: Callable[[], TrainState] | None = None
         self.devices = SharedDevices()
@@ -498,8 +500,10 @@ class Rollouts:
         )
         errors = [result.error for result in found]
         self._warn(errors, prompts, answers, "answers have no reward, which counts as 0")
-        failures = [answer.failures[0] if answer.failures else None for answer in answers]
-        self._warn(failures, prompts, answers, "answers have calls that failed, which the model was told")
+        if not self._told:  # later ones are in the metrics
+            failures = [answer.failures[0] if answer.failures else None for answer in answers]
+            self._told = any(failures)
+            self._warn(failures, prompts, answers, "answers have calls that failed, which the model was told")
         return found
 
     def _warn(
