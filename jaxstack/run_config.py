@@ -201,6 +201,11 @@ class RunConfig(Component):
                 f"rollout.carried_prompts ({rollout.carried_prompts}) leaves answers of one turn to the next rollout, "
                 "and with rollout.environment.path they have several; remove one of them."
             )
+        if rollout.packing and self.train.gradient_accumulation == 1:
+            return (
+                "rollout.packing leaves out microbatches without answers: set train.gradient_accumulation (1) to 2 or "
+                "more, or rollout.packing to false."
+            )
         if rollout.resample and not policy.drops_groups:
             return (
                 f"rollout.resample ({rollout.resample}) replaces groups of equal rewards, which count here: advantages "

@@ -99,7 +99,8 @@ class Microbatches:
         Args:
           params: the parameters that the gradients belong to.
           non_params: the module's other variables.
-          batch: the batch; its rows are split into `count` microbatches.
+          batch: the batch; its rows are split into `count` microbatches. Those in which an array `computed` [B] is 0
+            add nothing, and take no time; on every device they must be the same ones.
           key: random key; microbatch i gets fold_in(key, i) if there are several.
           shards: number of shards of the batch's rows that XLA partitions.
           prepare: turns the parameters into those that the module uses; it is differentiated.
@@ -113,7 +114,11 @@ class Microbatches:
         ) -> tuple[tuple[GradientSums, Dict], tuple[SmallBatches, Mapping[str, LossSum | Sums]]]:
             sums, non_params = carry
             microbatch, index = item
-            new, non_params = self._one(params, non_params, microbatch, jax.random.fold_in(key, index), prepare)
+
+            def run() -> tuple[GradientSums, Dict]:
+                return self._one(params, non_params, microbatch, jax.random.fold_in(key, index), prepare)
+
+            new, non_params = _unless_empty(run, non_params, microbatch)
             measured = None if measure is None else (measure(new.gradients), new.count)
             return (sums.plus(new), non_params), (measured, new.further)
 
@@ -166,3 +171,17 @@ class Microbatches:
         rows = x.shape[0] // shards // self.count
         x = jnp.swapaxes(x.reshape(shards, self.count, rows, *x.shape[1:]), 0, 1)
         return x.reshape(self.count, shards * rows, *x.shape[3:])
+
+
+def _unless_empty(
+    run: Callable[[], tuple[GradientSums, Dict]], non_params: Dict, microbatch: Batch
+) -> tuple[GradientSums, Dict]:
+    """Return what `run` returns, or zeros and unchanged variables for a microbatch that is not computed."""
+    if "computed" not in microbatch:
+        return run()
+
+    def skip() -> tuple[GradientSums, Dict]:
+        shapes, _ = jax.eval_shape(run)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), non_params
+
+    return jax.lax.cond(jnp.any(microbatch["computed"] > 0), run, skip)

@@ -50,6 +50,9 @@ class RolloutConfig(Component):
     resample: int = Field(default=0, ge=0)
     """Largest number of further rollouts of a step, of other prompts, whose groups replace those with equal rewards
     (dynamic sampling of DAPO, arXiv:2503.14476)."""
+    packing: bool = False
+    """Train on several answers in a row, by best fit, and leave out the microbatches (`train.gradient_accumulation`)
+    that are then empty."""
     stale_steps: int = Field(default=0, ge=0)
     """Number of train steps between the weights that sample answers and those that train on them. 0: answers are
     sampled with the newest weights, before each step; 1 or more: while steps run, with weights of so many before."""

@@ -47,7 +47,7 @@ class Tokens(NamedTuple):
     reference: Float[Array, "B T"] | None = None
     """Log-probabilities under the reference model; None: there is none."""
     answers: Int[Array, "B T"] | None = None
-    """Number of the answer in its row, from 0 to T - 1; None: a row has one answer."""
+    """Number of the answer in its row, below T; None: a row has one answer."""
 
     @property
     def before(self) -> Float[Array, "B T"]:
@@ -458,7 +458,8 @@ def policy_loss(
         without one the model without its adapters.
       batch: `tokens`, `labels` int32 [B, T], where labels are -100 except at the tokens before sampled ones; float32
         [B, T] of each sampled token `advantages`, `shares` and `sampler_logprobs`, see `Tokens`, and `old_logprobs` if
-        this may not be the first update with the answers.
+        this may not be the first update with the answers. Packed rows, of several answers, also have `segment_ids` and
+        `positions`.
       train: True adds the layers' own losses, such as those of routers.
       settings: the loss.
       temperature: divisor of the logits with which the answers were sampled.
@@ -479,6 +480,7 @@ def policy_loss(
         batch["shares"],
         batch.get("old_logprobs"),
         None if reference is None else jax.lax.stop_gradient(reference),
+        batch.get("segment_ids"),
     )
     loss, further = sum_over_tokens(tokens, settings, length, batch["labels"] != IGNORE)
     if train:
@@ -498,17 +500,21 @@ def token_log_probabilities(
 
     Args:
       model: the model.
-      batch: `tokens`, `labels` int32 [B, T].
+      batch: `tokens`, `labels` int32 [B, T]; of packed rows `segment_ids` and `positions`.
       temperature: divisor of the logits.
-      length: the labels of a row other than -100 are among this number of consecutive ones, so that the other tokens,
-        those of the prompt, need no logits; None: they may be anywhere.
+      length: the labels of a row that is not packed, other than -100, are among this number of consecutive ones, so
+        that the other tokens, those of the prompt, need no logits; None: they may be anywhere.
       with_losses: see `Transformer.hidden_and_sums`.
     """
-    hidden, sums = model.hidden_and_sums(batch["tokens"], with_losses=with_losses)
+    segments = batch.get("segment_ids")
+    hidden, sums = model.hidden_and_sums(
+        batch["tokens"], positions=batch.get("positions"), segment_ids=segments, with_losses=with_losses
+    )
     if temperature != 1:
         hidden = hidden / temperature
     with jax.named_scope("loss"):
-        return -token_losses(model, hidden, batch["labels"], length), sums
+        most = length if segments is None else None
+        return -token_losses(model, hidden, batch["labels"], most), sums
 
 
 _EXCLUDED = (

@@ -24,6 +24,7 @@ from jaxstack.reinforce.ahead import Ahead, SharedDevices
 from jaxstack.reinforce.config import RolloutConfig
 from jaxstack.reinforce.environment import Environment
 from jaxstack.reinforce.episodes import Episode, Episodes
+from jaxstack.reinforce.packing import fill_order, pack_answers
 from jaxstack.reinforce.policy import PolicyConfig
 from jaxstack.reinforce.rewards import RewardResult, Rewards, Sample
 from jaxstack.reinforce.sampler import NOT_BEGUN, Answer, Sampler
@@ -249,13 +250,24 @@ class Rollouts:
         self._known: Sequence[Rollout] = ()
         self._carried: Sequence[_Group] = ()
         """The answers that go on in the next rollout. For the thread that samples."""
+        self._shards = self._microbatches = 1
         self.current: Rollout | None = None
         """The rollout of the newest batch."""
 
-    def attach(self, sampler: Sampler, state: Callable[[], TrainState]) -> None:
-        """Set the sampler, and the function that returns the train state with the newest weights."""
+    def attach(
+        self, sampler: Sampler, state: Callable[[], TrainState], *, shards: int = 1, microbatches: int = 1
+    ) -> None:
+        """Set the sampler, and the function that returns the train state with the newest weights.
+
+        Args:
+          sampler: the sampler.
+          state: returns the train state.
+          shards, microbatches: number of devices that the rows of a batch are split over, and of microbatches.
+        """
         self._sampler = sampler
         self._state = state
+        self._shards = shards
+        self._microbatches = microbatches
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -294,7 +306,7 @@ class Rollouts:
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> HostBatch:
         """Return a batch without answers: the shapes and dtypes of all batches."""
         del number, rows
-        return self._empty(global_batch_size)
+        return self._packed(self._empty(global_batch_size), [])
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Generator[HostBatch]:
         """Yield a batch for each step from `start` on, with answers sampled by the weights that `Ahead` says."""
@@ -348,7 +360,9 @@ class Rollouts:
     @property
     def _settings(self) -> str:
         """The settings that decide the shapes and the number of rollouts, as text."""
-        return json.dumps([self._length, self._policy.model_dump(mode="json"), self._config.model_dump(mode="json")])
+        places = [self._shards, self._microbatches] if self._config.packing else []
+        settings = (self._policy.model_dump(mode="json"), self._config.model_dump(mode="json"))
+        return json.dumps([self._length, *places, *settings])
 
     def evaluate(self) -> dict[str, float] | None:
         """Answer the held-out prompts once at the temperature and once greedily; None if there are none.
@@ -403,7 +417,10 @@ class Rollouts:
         kept = np.sort(np.argsort(~counts, kind="stable")[:wanted])
         if self._folder is not None:
             write_json(self._folder / SAMPLES, {"rollout": number, "samples": sampled.shown()})
-        return Rollout(*self._arrange(sampled.groups(kept)), metrics)
+        batch, versions = self._arrange(sampled.groups(kept))
+        if "computed" in batch:
+            metrics["computed"] = float(batch["computed"].mean())
+        return Rollout(batch, versions, metrics)
 
     def _groups(self, number: int) -> list[_Group]:
         """Return the groups of rollout `number`: those that were left to it, and new ones."""
@@ -534,7 +551,15 @@ class Rollouts:
             batch["advantages"][row, places] = advantages[row]
             if counts[row] and not (answer.truncated and self._policy.masks_overlong):
                 batch["shares"][row, places] = 1 / len(places)
-        return batch, versions
+        return self._packed(batch, sampled.answers), versions
+
+    def _packed(self, batch: dict[str, np.ndarray], answers: Sequence[Episode]) -> HostBatch:
+        """Return a batch with its answers packed into few rows, if the configuration says so."""
+        if not self._config.packing:
+            return batch
+        lengths = np.array([len(answer.prompt) + len(answer.tokens) - 1 for answer in answers], int)
+        order = fill_order(len(batch["labels"]), self._shards, self._microbatches)
+        return pack_answers(batch, lengths, order, self._microbatches)
 
     def _empty(self, rows: int) -> dict[str, np.ndarray]:
         shape = (rows, self._length)

@@ -150,6 +150,8 @@ class ReinforcementTask(Task):
                 borrow=data.devices.borrow,
             ),
             lambda: trainer.state,
+            shards=trainer.rules.degree(trainer.rules.table["batch"]),
+            microbatches=config.train.gradient_accumulation,
         )
         return trainer
 

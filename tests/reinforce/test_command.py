@@ -85,6 +85,7 @@ def test_wrong_configurations_are_one_message(folder, capsys):
         "rollout.stale_steps=-1": "greater than or equal to 0",
         "rollout.resample=1 & rollout.carried_prompts=1": "rollout.resample (1) needs complete rollouts",
         "rollout.environment.path=[x.py:X] & rollout.carried_prompts=1": "rollout.carried_prompts (1) leaves",
+        "rollout.packing=true": "set train.gradient_accumulation (1) to 2 or more, or rollout.packing to false",
         "rollout.resample=1 & policy.loss=ppo": "rollout.resample (1) replaces groups of equal rewards",
         "policy.updates=3": "train.steps (4) must be divisible by policy.updates (3)",
         "parallel.context=2": "policy.loss does not support parallel.context",
@@ -232,6 +233,18 @@ def test_groups_of_equal_rewards_are_replaced(folder, trained):
     reinforce(load_config(folder / "grpo.yaml", ["run.name=cut", *more, "train.steps=2"]))
     resumed = reinforce(load_config(folder / "grpo.yaml", ["run.name=cut", *more])).metrics
     assert [resumed[name] for name in ("reward", "rollouts")] == [lines[-1][name] for name in ("reward", "rollouts")]
+
+
+@pytest.mark.longer
+def test_packed_answers_give_the_same_steps(folder):
+    """With half of the microbatches, and without a compilation for other lengths; the layout splits the rows."""
+    more = ["rollout.prompts=8", "train.global_batch_size=32", "train.gradient_accumulation=4", "policy.loss=dapo"]
+    reinforce(load_config(folder / "grpo.yaml", ["run.name=padded", *more]))
+    reinforce(load_config(folder / "grpo.yaml", ["run.name=packed", "rollout.packing=true", *more]))
+    padded, packed = ([line for line in metrics_of(folder / name) if "reward" in line] for name in ("padded", "packed"))
+    assert all(line["computed"] <= 0.75 for line in packed)
+    for name in ("reward", "loss", "grad_norm", "entropy", "sampler_logprob_difference"):
+        assert packed[0][name] == pytest.approx(padded[0][name], rel=1e-3, abs=1e-6), name
 
 
 @pytest.mark.longer
