@@ -239,6 +239,7 @@ def test_groups_of_equal_rewards_are_replaced(folder, trained):
 def test_packed_answers_give_the_same_steps(folder):
     """With half of the microbatches, and without a compilation for other lengths; the layout splits the rows."""
     more = ["rollout.prompts=8", "train.global_batch_size=32", "train.gradient_accumulation=4", "policy.loss=dapo"]
+    more += ["train.sequence_length=32"]
     reinforce(load_config(folder / "grpo.yaml", ["run.name=padded", *more]))
     reinforce(load_config(folder / "grpo.yaml", ["run.name=packed", "rollout.packing=true", *more]))
     padded, packed = ([line for line in metrics_of(folder / name) if "reward" in line] for name in ("padded", "packed"))
