@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from benchmarks.training.rewards import TASKS, newest_rows, picture
+from benchmarks.training.rewards import newest_rows, picture
 from scripts.pages.page import Page, table, table_of
 from scripts.pages.rows import RESULTS, Row, read_all
 
@@ -61,5 +61,5 @@ def pictures() -> dict[str, str]:
     return {"rewards.svg": picture(newest_rows(read_all(RESULTS / "rewards.jsonl")))}
 
 
-PARTS = {**{task: rewards(task) for task in TASKS}, "speed": speeds}
+PARTS = {"brackets": rewards("brackets"), "programs": rewards("programs"), "speed": speeds}
 PAGES = (Page("posttraining.md", PARTS, pictures),)
