@@ -175,7 +175,8 @@ class Scripted:
             ids = self.tokenizer.encode_marked([turns.pop(0) + "<|im_end|>"])[0][0].tolist()
             text = min(len(ids) - 1, most)
             ids = ids[: min(len(ids), most)]
-            answers.append(Answer(tuple(ids), tuple(-1.0 - i for i in range(len(ids))), text))
+            scores = tuple(-1.0 - i for i in range(len(ids)))
+            answers.append(Answer(tuple(ids), scores, text, (len(self.asked),) * len(ids)))
         return answers
 
 
@@ -211,7 +212,7 @@ def test_a_history_is_what_was_sampled_and_what_the_template_appends(tokenizer, 
 
     rewards = [RewardResult(reward, {}) for reward in (1.0, 0.0)]
     sampled = _Sampled(2, rollouts.prompts.train, episodes, rewards, 0.0, 0.0)
-    batch = rollouts._arrange(sampled)
+    batch, versions = rollouts._arrange(sampled)
     ids = [*called.prompt, *called.tokens]
     begin = len(called.prompt) - 1
     row = slice(begin, begin + len(mask))
@@ -219,6 +220,8 @@ def test_a_history_is_what_was_sampled_and_what_the_template_appends(tokenizer, 
     assert batch["labels"][0, row].tolist() == [i if on else IGNORE for i, on in zip(called.tokens, mask, strict=True)]
     assert (np.delete(batch["labels"][0], np.r_[row]) == IGNORE).all()
     assert batch["sampler_logprobs"][0, row].tolist() == scores
+    turns = [-1 if number == 1 else 1 + number // 2 for number, piece in enumerate(pieces) for _ in piece]
+    assert versions[0, row].tolist() == turns, "of the weights that sampled each token"
     assert batch["advantages"][0, row].tolist() == [0.5 if on else 0.0 for on in mask]
     np.testing.assert_allclose(batch["shares"][0, row], np.array(mask) / sum(mask), rtol=1e-6)
     environment.close()
