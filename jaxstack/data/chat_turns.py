@@ -164,6 +164,23 @@ class ChatTurns:
             raise ChatError(f"the chat template leaves the reasoning out of an answer once {kind} follow it")
 
 
+def read_tool_format(
+    tokenizer: Tokenizer, template: ChatTemplate, stop_tokens: Collection[int], tools: Sequence[Mapping[str, Any]]
+) -> ToolFormat:
+    """Return the format in which a chat template writes tool calls.
+
+    Args:
+      tokenizer, template, stop_tokens: as in `ChatTurns`.
+      tools: the tools, of which the template has to tell the model.
+
+    Raises:
+      ChatError: it writes none, or in a form that is not known, or does not tell the model of the tools.
+    """
+    turns = ChatTurns(tokenizer, template, stop_tokens)
+    turns._tools = list(tools)
+    return turns._derive_format(template)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Example:
     """A chat that goes on after an answer, as a template writes it.

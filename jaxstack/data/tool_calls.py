@@ -48,6 +48,11 @@ EXAMPLE = ToolCall(_NAME, _ARGUMENTS)
 class ToolFormat(Protocol):
     """Interface of a format of tool calls."""
 
+    @property
+    def opening(self) -> str:
+        """What precedes a call in an answer; "": nothing, so that the answer begins with it."""
+        ...
+
     def parse(self, text: str) -> list[ToolCall]:
         """Return the calls in an answer, in order; [] if there are none."""
         ...

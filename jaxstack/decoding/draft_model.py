@@ -21,8 +21,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.logit_changes import LogitChanges, change_logits, count_tokens
 from jaxstack.decoding.rows import Column, Pages, RecentTokens, decode_rows, pack_rows, page_counts, rows_at_step
 from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
+from jaxstack.decoding.scores import pack_scores
 from jaxstack.decoding.step import Programs, copy_row, limit_vocabulary, make_cache, row_axes, sampling_of
 from jaxstack.errors import ConfigError
 from jaxstack.models.layer import CacheRoom
@@ -76,7 +78,9 @@ class DraftPrograms:
             self._guess_step, donate_argnames="pages", out_shardings=(whole, whole, layout), compiler_options=options
         )
         self._fill = jit(self._fill_step, donate_argnames="pages", out_shardings=layout, compiler_options=options)
-        self._verify = jit(self._verify_step, out_shardings=whole)
+        self._verify = jit(
+            self._verify_step, static_argnames="scored", donate_argnames="changes", out_shardings=(whole, whole)
+        )
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -97,7 +101,10 @@ class DraftPrograms:
         mode: Mode,
         mask: Int[np.ndarray, "all words"] | None = None,
         recent: RecentTokens | None = None,
-    ) -> Int[Array, " found"]:
+        *,
+        scored: bool = False,
+        changed: bool = False,
+    ) -> Int[Array, "found ..."]:
         """Dispatch one step of drafting, verifying and sampling asynchronously; return samples and accepted counts.
 
         Args:
@@ -105,6 +112,8 @@ class DraftPrograms:
           newest: newest token of each decoded row.
           chunks, tokens, mode, mask: as in `Programs.run`, with D samples for each decoded row.
           recent: tokens of each decoded row that one of the models runs again, the newest included.
+          changed: rows have CHANGED set; these have no drafts.
+          scored: samples are rows of `pack_scores`, and the accepted counts are in the first column.
 
         Returns:
           D samples of each decoded row, the sample of each chunk, and the number of accepted drafts of each row.
@@ -118,7 +127,12 @@ class DraftPrograms:
             )
             logits = self._forward(rows, chunks, tokens, drafted, recent if self.target.replays else None)
             settings = [None if part is None else part[:, : Column.PAGES] for part in (rows, chunks)]
-            return self._verify(logits, drafted, guessed, *settings, mask, number)
+            changes = self.target.changes if changed else None
+            found, changes = self._verify(
+                logits, drafted, guessed, *settings, mask, number, changes=changes, scored=scored
+            )
+            self.target.changes = changes or self.target.changes
+            return found
 
     @property
     def approximate(self) -> bool:
@@ -235,10 +249,23 @@ class DraftPrograms:
         chunks: Int[Array, "Q columns"] | None,
         mask: Int[Array, "all words"] | None,
         mode: Int[Array, ""],
-    ) -> Int[Array, " found"]:
-        """Accept or reject draft tokens by the served model's logits; return sampled tokens and accepted counts."""
+        changes: LogitChanges | None,
+        *,
+        scored: bool,
+    ) -> tuple[Int[Array, "found ..."], LogitChanges | None]:
+        """Accept or reject draft tokens by the served model's logits.
+
+        Returns:
+          Sampled tokens and accepted counts, and the state of changes.
+        """
         self.target.compiled += 1
-        logits = limit_vocabulary(logits, self.target.vocab_size)
+        unlimited = logits = limit_vocabulary(logits, self.target.vocab_size)
+        each = jnp.repeat(rows, self.width, axis=0)
+        last = jnp.arange(len(each)) % self.width == self.width - 1
+        each = each.at[:, Column.STORE].set(jnp.where(last, each[:, Column.STORE], self.target.slots))
+        each = each if chunks is None else jnp.concatenate([each, chunks])
+        if changes is not None:
+            logits = change_logits(logits, each, changes)
         if mask is not None:
             logits = apply_bitmask(logits, mask)
         count = drafted.size
@@ -250,7 +277,14 @@ class DraftPrograms:
             ends = [] if chunks is None else [sample_rows(logits[count:], sampling_of(chunks), mode)]
             return jnp.concatenate([samples.ravel(), *ends, accepted])
 
-        return jax.lax.switch(mode, [partial(verify, mode=name) for name in get_args(Mode)], logits, guessed)
+        found = jax.lax.switch(mode, [partial(verify, mode=name) for name in get_args(Mode)], logits, guessed)
+        tokens = found[: len(logits)]
+        if changes is not None:
+            changes = count_tokens(changes, each, tokens)
+        if scored:
+            scores = pack_scores(unlimited, tokens)
+            found = jnp.pad(found[:, None], ((0, 0), (0, scores.shape[1] - 1))).at[: len(logits)].set(scores)
+        return found, changes
 
 
 def accept_drafts(

@@ -12,6 +12,9 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
 
+import numpy as np
+from jaxtyping import Int
+
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.draft_model import DraftPrograms
@@ -21,6 +24,7 @@ from jaxstack.decoding.requests import Constraint, ConstraintFailed, FinishReaso
 from jaxstack.decoding.runner import DraftRunner, EngineState, EngineStats, Runner
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.schedule import Scheduler
+from jaxstack.decoding.scores import MOST_LIKELIEST
 from jaxstack.decoding.step import Programs, choose_room, shares_pages
 from jaxstack.decoding.step_shapes import StepShapes, chunk_shapes, decode_batch_sizes
 from jaxstack.errors import ConfigError, JaxstackError, memory_shortage
@@ -88,6 +92,8 @@ class Engine:
         room = choose_room(models, self.config, further)
         self.context = room.length
         states = not all(map(shares_pages, models))
+        # Steps with shapes of their own compute so many prompt tokens that their states would take much memory.
+        keeps_states = shapes is None
         self.pool = PagePool(
             room.pages,
             room.page_size,
@@ -116,6 +122,7 @@ class Engine:
         )
         self.programs.replays = self.config.draft_tokens > 0 and not shares_pages(model)
         self.scheduler.approximate = self.programs.replays
+        self.programs.keeps_states = keeps_states
         self.stats = EngineStats()
         self.failure = None
         self._runner = Runner(self.programs, self.config, self.stats, shapes.decode)
@@ -156,6 +163,9 @@ class Engine:
         stop_tokens: Collection[int] | None = None,
         constraint: Constraint | None = None,
         answer: Sequence[int] = (),
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        priority: int = 0,
     ) -> Request:
         """Submit a prompt for generation; return the request, which yields the answer's tokens as they are generated.
 
@@ -168,13 +178,20 @@ class Engine:
           stop_tokens: ids that end the answer; default: those of the engine.
           constraint: which tokens are allowed, for this request alone; default: all.
           answer: first tokens of the answer, which count for `max_tokens`: it goes on as if they had been sampled.
+          logprobs, prompt_logprobs: number of likeliest tokens to score beside each token of the answer and of the
+            prompt, see `Request`.
+          priority: requests with a lower number start first.
 
         Raises:
-          ConfigError: the prompt is empty, has unknown ids, or is too long with its answer.
+          ConfigError: the prompt is empty, has unknown ids, or is too long with its answer; too many tokens are to be
+            scored, or this engine cannot score them.
           EngineBusy: too many requests wait.
           EngineClosed: the engine is shutting down, or has failed.
         """
         self.check_prompt(prompt, max_tokens)
+        self._check_sampling(sampling, max_tokens, constraint)
+        self._check_scores(logprobs, "logprobs", not self.programs.scores)
+        self._check_scores(prompt_logprobs, "prompt_logprobs", self.programs.keeps_states)
         request = Request(
             list(map(operator.index, prompt)),
             max_tokens,
@@ -182,9 +199,29 @@ class Engine:
             seed=seed % 2**32,
             stop_tokens=self.stop_tokens if stop_tokens is None else stop_tokens,
             constraint=constraint,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             cancel=self._cancel,
             answer=answer,
         )
+        request.priority = priority
+        return self._enqueue(request)
+
+    def embed(self, prompt: Sequence[int], *, priority: int = 0) -> Request:
+        """Submit a prompt whose hidden states are summed up; return a request that ends after one token.
+
+        Raises:
+          ConfigError, EngineBusy, EngineClosed: as `submit`.
+        """
+        self.check_prompt(prompt, 1)
+        if not self.programs.keeps_states:
+            raise ConfigError("embeddings need an engine whose programs and shapes are chosen by its configuration.")
+        request = Request(list(map(operator.index, prompt)), 1, Sampling(0), cancel=self._cancel)
+        request.priority = priority
+        request.pools = True
+        return self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> Request:
         with self._changed:
             self._check_open()
             if self.waiting + self.running >= self.most_requests:
@@ -216,6 +253,27 @@ class Engine:
         if max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1; found {max_tokens}.")
         self.model.check_ids([prompt])
+
+    def _check_sampling(self, sampling: Sampling | None, max_tokens: int, constraint: Constraint | None) -> None:
+        if sampling is None or not sampling.changes_logits:
+            return
+        if self.programs.scores:
+            raise ConfigError("penalties, logit_bias and min_tokens would change the log-probabilities of this engine.")
+        unknown = next((token for token in sampling.logit_bias or () if token >= self.vocab_size), None)
+        if unknown is not None:
+            raise ConfigError(f"logit_bias must name ids below {self.vocab_size}, their number; found {unknown}.")
+        if sampling.min_tokens > max_tokens:
+            raise ConfigError(f"min_tokens must be at most max_tokens ({max_tokens}); found {sampling.min_tokens}.")
+        if sampling.min_tokens and constraint is not None:
+            raise ConfigError(
+                "min_tokens cannot be kept by an answer of a given form, which may have to end earlier; leave out one."
+            )
+
+    def _check_scores(self, count: int | None, name: str, possible: bool) -> None:
+        if count is not None and not 0 <= count <= MOST_LIKELIEST:
+            raise ConfigError(f"{name} must be 0 to {MOST_LIKELIEST}; found {count}.")
+        if count is not None and not possible:
+            raise ConfigError(f"{name} needs an engine whose programs and shapes are chosen by its configuration.")
 
     @property
     def running(self) -> int:
@@ -362,12 +420,10 @@ class Engine:
                 row.set_accepted(len(tokens))
                 self._receive(row.request, tokens, scores)
 
-    def _receive(self, request: Request, tokens: Sequence[int], scores: Sequence[float]) -> None:
-        """Append new tokens to the answer of a request; finish it at a stop token or at its token limit.
-
-        Args:
-          scores: log-probabilities of the tokens; empty if the programs do not return them.
-        """
+    def _receive(
+        self, request: Request, tokens: Sequence[int], scores: Int[np.ndarray, "tokens columns"] | None
+    ) -> None:
+        """Append new tokens with their scores to the answer; finish it at a stop token or at its token limit."""
         if not request.count:
             self.stats.prompt_tokens += len(request.prompt)
         if request.constraint is None:
@@ -375,8 +431,7 @@ class Engine:
             error = None
         else:
             added, reason, error = _until_end_of_constraint(request, request.constraint, tokens)
-        request.append(added)
-        request.log_probabilities += scores[: len(added) + (request.stop_token is not None)]
+        request.append(added, scores)
         self.stats.generated_tokens += len(added)
         if reason is not None:
             self._finish(request, reason, error)
@@ -386,6 +441,8 @@ class Engine:
 
     def _finish(self, request: Request, reason: FinishReason, error: JaxstackError | None = None) -> None:
         self.scheduler.finish(request)
+        if not any(other.sampling.changes_logits for other in self.scheduler.running):
+            self.programs.changes = None
         self._requests.discard(request)
         self.stats.finished[reason] += 1
         request.notify(reason, error)

@@ -177,7 +177,7 @@ class HarnessModel(TemplateLM):
         if settings.get("do_sample") is False:
             temperature = 0.0
         try:
-            sampling = Sampling(temperature, *(settings.get(name) for name in ("top_k", "top_p", "min_p")))
+            sampling = Sampling(temperature, settings.get("top_k"), settings.get("top_p"), settings.get("min_p"))
         except ValueError as error:
             raise ConfigError(f"a task's generation settings: {error}") from None
         ids = self._with_opening(self.tok_encode(context))[-(self.max_length - tokens) :]

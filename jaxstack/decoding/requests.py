@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from jaxstack.decoding.ngram_draft import NGramDrafter
 from jaxstack.decoding.sampling import Sampling
+from jaxstack.decoding.scores import TokenScore, unpack_scores
 from jaxstack.errors import JaxstackError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -60,6 +62,8 @@ class Request:
         after a cached prefix, its distribution does.
       stop_tokens: ids that end the answer, and are not part of it.
       constraint: which tokens are allowed; None: all of the vocabulary.
+      logprobs: number of likeliest tokens to score beside each token of the answer; None: the answer has no scores.
+      prompt_logprobs: the same for the prompt, all of whose tokens are then computed, cached or not.
       cancel: called with this request to end it early.
       answer: tokens of the answer that are known, after which it goes on.
 
@@ -71,6 +75,12 @@ class Request:
       error: reason for the finish reason "error".
       log_probabilities: of each generated token of the answer, and of the stop token, if the engine has
         `ScoredPrograms`. To be read once the answer is complete.
+      priority: requests with a lower number start first, and are preempted last.
+      pools: sum up the hidden states of the prompt, all of whose tokens are then computed, cached or not.
+      pooled: that sum [D], float32, and the last of the hidden states; complete as soon as the answer has a token.
+      scores: of each generated token that was taken and, at the end, of the stop token, if `logprobs` is set.
+      prompt_scores: of each token of the prompt but the first, if `prompt_logprobs` is set; complete as soon as the
+        answer has a token.
 
     Progress:
       tokens: the prompt and the answer as far as the host has read it.
@@ -95,6 +105,8 @@ class Request:
         seed: int = 0,
         stop_tokens: Collection[int] = (),
         constraint: Constraint | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         cancel: Callable[["Request"], None] | None = None,
         answer: Sequence[int] = (),
     ):
@@ -104,12 +116,19 @@ class Request:
         self.seed = seed
         self.stop_tokens = frozenset(stop_tokens)
         self.constraint = constraint
+        self.logprobs = logprobs
+        self.prompt_logprobs = prompt_logprobs
+        self.priority = 0
+        self.pools = False
+        self.pooled: Float[np.ndarray, "2 D"] | None = None
         self.times = Times()
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
         self.error: JaxstackError | None = None
         self.log_probabilities: list[float] = []
+        self.scores: list[TokenScore] = []
+        self.prompt_scores: list[TokenScore | None] = [None] * (len(self.prompt) - 1)
         self._cancel = cancel
         self._taken = len(self.prompt) + len(answer)
         self._changed = threading.Condition()
@@ -168,6 +187,16 @@ class Request:
         """Number of tokens of the answer so far."""
         return len(self.tokens) - len(self.prompt)
 
+    @property
+    def computes_prompt(self) -> bool:
+        """True if all tokens of the prompt have to be computed, also those in the prefix cache."""
+        return self.prompt_logprobs is not None or self.pools
+
+    @property
+    def single_steps(self) -> bool:
+        """True if a program of several decode steps cannot generate the answer."""
+        return self.constraint is not None or self.logprobs is not None or self.sampling.changes_logits
+
     def cancel(self) -> None:
         """End the answer early and free its KV-cache pages."""
         if self._cancel is not None:
@@ -185,11 +214,27 @@ class Request:
         self._ngrams.extend(self.tokens[self._ngrams.count :])
         return self._ngrams.guess(count)
 
-    def append(self, tokens: Sequence[int]) -> None:
-        """Append generated tokens, of which readers learn by `notify`. For the engine only."""
-        if not tokens:
-            return
+    def add_states(self, start: int, pooled: Float[np.ndarray, "2 D"]) -> None:
+        """Add the sum of the hidden states of prompt tokens from `start` on, and the last one. For the engine only."""
+        before = 0 if start == 0 or self.pooled is None else self.pooled[0]
+        self.pooled = np.stack([pooled[0] + before, pooled[1]])
+
+    def append(self, tokens: Sequence[int], packed: Int[np.ndarray, "tokens columns"] | None = None) -> None:
+        """Append generated tokens, of which readers learn by `notify`. For the engine only.
+
+        Args:
+          tokens: those of the answer.
+          packed: scores of these tokens, of the stop token if there is one, and of further ones.
+        """
         with self._changed:
+            if packed is not None:
+                own = packed[: len(tokens) + (self.stop_token is not None)]
+                if self.logprobs is not None:
+                    self.scores += unpack_scores(own, self.logprobs)
+                elif own.shape[1] == 2:
+                    self.log_probabilities += own[:, 1].view(np.float32).tolist()
+            if not tokens:
+                return
             now = time.perf_counter()
             self.times.first_token = self.times.first_token or now
             self.times.newest_token = now

@@ -57,7 +57,9 @@ class Column(IntEnum):
     TOP_K = 7
     TOP_P = 8
     MIN_P = 9
-    PAGES = 10
+    CHANGED = 10
+    """1: the row's logits are changed by those of its slot, see `logit_changes`."""
+    PAGES = 11
 
 
 def decode_rows(

@@ -5,10 +5,10 @@ import dataclasses
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.draft_model import DraftPrograms
@@ -16,6 +16,7 @@ from jaxstack.decoding.ngram_draft import accept
 from jaxstack.decoding.rows import RecentTokens
 from jaxstack.decoding.sampling import Mode
 from jaxstack.decoding.schedule import Row, StepPlan
+from jaxstack.decoding.scores import unpack_scores
 from jaxstack.decoding.step import Programs, choose_mode, pad_chunks
 from jaxstack.decoding.step_shapes import ChunkShape, StepSeconds
 
@@ -84,6 +85,10 @@ _LONGEST = 0.03
 """Seconds that a program of several decode steps should take at most, so that tokens keep coming and prompts start."""
 
 
+_Read: TypeAlias = tuple[Row, list[int], slice | tuple[slice, int]]
+"""A row, its new tokens, and their place among the samples of the step."""
+
+
 class _Arguments(NamedTuple):
     """Arguments of the compiled programs for one step of the engine; see `Programs.run`."""
 
@@ -92,6 +97,17 @@ class _Arguments(NamedTuple):
     tokens: Int[np.ndarray, "Q C"] | None
     mode: Mode
     mask: Int[np.ndarray, "all words"] | None
+
+
+class _Dispatched(NamedTuple):
+    """A step that runs on the device, or waits there, and its results."""
+
+    plan: StepPlan
+    samples: Int[Array, "..."]
+    prompt_scores: Int[Array, "Q C columns"] | None
+    pooled: Float[Array, "Q 2 D"] | None
+    nanoseconds: int
+    """When it was dispatched."""
 
 
 class Runner:
@@ -111,7 +127,7 @@ class Runner:
         self._stats = stats
         self._width = 1 + config.draft_tokens  # tokens per decoded row: the newest token and its draft tokens
         self._steps = 1 if config.draft_tokens else config.decode_steps
-        self._in_flight = deque[tuple[StepPlan, Int[Array, "..."], int]]()
+        self._in_flight = deque[_Dispatched]()
         self._step_seconds = 0.0
         self._read_at = 0
 
@@ -123,7 +139,7 @@ class Runner:
     @property
     def queued_steps(self) -> int:
         """Number of decode steps that wait on the device behind the oldest dispatched program."""
-        return sum(plan.steps for plan, *_ in self._in_flight) - self._in_flight[0][0].steps if self.busy else 0
+        return sum(sent.plan.steps for sent in self._in_flight) - self._in_flight[0].plan.steps if self.busy else 0
 
     @property
     def most_steps(self) -> int:
@@ -167,17 +183,21 @@ class Runner:
         totals = set[int]()
         for count in self._row_counts:
             rows = self.programs.describe([], count)
-            self._run_empty(rows, None, None)
+            self._run_each(rows, None, None)
             if self._steps > 1:
                 self.programs.run_steps(rows, 0, self._steps, "greedy")
             totals.add(count * self._width)
         rows = self.programs.describe([], self._slots)
         for shape in shapes:
-            self._run_empty(rows, self.programs.describe([], shape.rows), pad_chunks([], shape))
+            self._run_each(rows, self.programs.describe([], shape.rows), pad_chunks([], shape))
             totals.add(self._slots * self._width + shape.rows)
+            if self.programs.keeps_states:
+                self.programs.score_prompts(pad_chunks([], shape))
+                self.programs.pool_prompts(self.programs.describe([], shape.rows))
         self._sample_padding(totals)
         if self.programs.room.snapshots:
             self._copy_states([(0, 0)])
+        self.programs.changes = None
 
     def _time_chunks(self, shape: ChunkShape, chunks: Int[np.ndarray, "Q columns"]) -> float:
         """Return the seconds of a step of all batch slots and these rows of prompt chunks."""
@@ -188,6 +208,15 @@ class Runner:
     def _sample_padding(self, totals: Collection[int]) -> None:
         """Sample for batches of these numbers of rows of padding, in each mode."""
         self.programs.sample_padding(totals)
+
+    def _run_each(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+    ) -> None:
+        """Run each program of a step on padding only, but for those that sample by themselves."""
+        self._run_empty(rows, chunks, tokens)
 
     def _run_empty(
         self,
@@ -205,14 +234,23 @@ class Runner:
         sampled = self._run_steps(plan) if self._loops(plan) else self._run_one(plan)
         self._copy_states(plan.kept)
         sampled.copy_to_host_async()
-        self._in_flight.append((plan, sampled, time.perf_counter_ns()))
+        scores = None
+        if plan.shape is not None and any(row.request.prompt_logprobs is not None for row in plan.chunks):
+            scores = self.programs.score_prompts(pad_chunks(plan.chunks, plan.shape, ahead=1))
+            scores.copy_to_host_async()
+        pooled = None
+        if plan.shape is not None and any(row.request.pools for row in plan.chunks):
+            pooled = self.programs.pool_prompts(self.programs.describe(plan.chunks, plan.shape.rows))
+            pooled.copy_to_host_async()
+        self._in_flight.append(_Dispatched(plan, sampled, scores, pooled, time.perf_counter_ns()))
 
-    def read(self) -> Iterator[tuple[Row, list[int], list[float]]]:
+    def read(self) -> Iterator[tuple[Row, list[int], Int[np.ndarray, "tokens columns"] | None]]:
         """Wait for the oldest dispatched step; return an iterator of (row, its new tokens, scores) over its batch.
 
-        Scores are the log-probabilities of the tokens if the programs return them; otherwise there are none.
+        Scores are rows of `pack_scores`, or their first two columns from `ScoredPrograms`; None: the step has none.
+        What it tells of prompts is handed to their requests.
         """
-        plan, sampled, dispatched = self._in_flight.popleft()
+        plan, sampled, prompt_scores, pooled, dispatched = self._in_flight.popleft()
         began = max(dispatched, self._read_at)
         asked = time.perf_counter_ns()
         tokens = np.asarray(sampled)
@@ -223,12 +261,17 @@ class Runner:
         self._stats.waiting += self._read_at - asked
         if plan.shape is None:
             self._step_seconds = (self._step_seconds + 1e-9 * (self._read_at - began) / plan.steps) / 2
-        read = self._read_steps if self._loops(plan) else self._read_one
-        if not self.programs.scores:
-            return ((row, new, []) for row, new in read(plan, tokens))
-        scores = np.ascontiguousarray(tokens[..., 1]).view(np.float32)
-        pairs = zip(read(plan, tokens[..., 0]), read(plan, scores), strict=True)
-        return ((row, new, cast("list[float]", found)) for (row, new), (_, found) in pairs)
+        if prompt_scores is not None:
+            _give_scores(plan, np.asarray(prompt_scores))
+        if pooled is not None:
+            for row, states in zip(plan.chunks, np.asarray(pooled), strict=False):
+                if row.request.pools:
+                    row.request.add_states(row.start, states)
+        loops = self._loops(plan)
+        read = self._read_steps if loops else self._read_one
+        if tokens.ndim == (2 if loops else 1):
+            return ((row, new, None) for row, new, _ in read(plan, tokens))
+        return ((row, new, tokens[place]) for row, new, place in read(plan, tokens[..., 0]))
 
     def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Dispatch copies of rows of the caches of fixed size, each (from, to)."""
@@ -236,8 +279,7 @@ class Runner:
 
     def _loops(self, plan: StepPlan) -> bool:
         """Return True if a plan runs as the program of several decode steps, which may also run a single one."""
-        constrained = any(row.request.constraint is not None for row in plan.decoded)
-        return plan.shape is None and self._steps > 1 and not constrained
+        return plan.shape is None and self._steps > 1 and not any(row.request.single_steps for row in plan.decoded)
 
     def _row_count(self, plan: StepPlan) -> int:
         """Return the compiled batch size to which the decoded sequences of a step are padded."""
@@ -252,7 +294,10 @@ class Runner:
     def _run_one(self, plan: StepPlan) -> Int[Array, " samples"]:
         arguments = self._arguments(plan)
         count = len(arguments.rows)
-        return self.programs.run(*arguments, self._newest(plan.decoded, count), self._recent(plan.decoded, count))
+        newest, recent = self._newest(plan.decoded, count), self._recent(plan.decoded, count)
+        changed = _is_changed(plan)
+        scored = changed or _is_scored(plan)
+        return self.programs.run(*arguments, newest, recent, scored=scored, changed=changed)
 
     def _arguments(self, plan: StepPlan) -> _Arguments:
         programs = self.programs
@@ -292,7 +337,7 @@ class Runner:
         return RecentTokens(tokens, counts)
 
     def _mask(self, plan: StepPlan, decoded: int) -> Int[np.ndarray, "samples words"] | None:
-        """Return the bitmask of tokens that grammars allow for each sample; None if no answer is constrained."""
+        """Return the bitmask of tokens that grammars allow for each sample; None if it is not needed."""
         width = self._width
         places = [*range(width - 1, width * len(plan.decoded), width), *range(decoded, decoded + len(plan.chunks))]
         constraints = [
@@ -300,7 +345,8 @@ class Runner:
             for place, row in zip(places, plan.rows, strict=True)
             if row.index is not None
         ]
-        if all(constraint is None for _, constraint in constraints):
+        plain = not (_is_scored(plan) or _is_changed(plan))
+        if plain and all(constraint is None for _, constraint in constraints):
             return None
         total = decoded + (0 if plan.shape is None else plan.shape.rows)
         mask = np.full((total, self.programs.words), -1, np.int32)
@@ -309,19 +355,21 @@ class Runner:
                 constraint.fill_mask(mask[place])
         return mask
 
-    def _read_steps(self, plan: StepPlan, sampled: Int[np.ndarray, "steps rows"]) -> Iterator[tuple[Row, list[int]]]:
-        for row, tokens in zip(plan.decoded, sampled.T.tolist(), strict=False):
-            yield row, tokens[: row.count]
+    def _read_steps(self, plan: StepPlan, sampled: Int[np.ndarray, "steps rows"]) -> Iterator[_Read]:
+        for place, (row, tokens) in enumerate(zip(plan.decoded, sampled.T.tolist(), strict=False)):
+            yield row, tokens[: row.count], (slice(row.count), place)
 
-    def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " samples"]) -> Iterator[tuple[Row, list[int]]]:
+    def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " samples"]) -> Iterator[_Read]:
         tokens = sampled.tolist()
         width = self._width
         for place, row in enumerate(plan.decoded, 1):
-            yield row, accept(row.drafts, tokens[place * width - row.count : place * width])
+            first = place * width - row.count
+            accepted = accept(row.drafts, tokens[first : place * width])
+            yield row, accepted, slice(first, first + len(accepted))
         first = len(tokens) - (0 if plan.shape is None else plan.shape.rows)
         for place, row in enumerate(plan.chunks, first):
             if row.index is not None:
-                yield row, [tokens[place]]
+                yield row, [tokens[place]], slice(place, place + 1)
 
 
 class DraftRunner(Runner):
@@ -360,32 +408,66 @@ class DraftRunner(Runner):
         tokens: Int[np.ndarray, "Q C"] | None,
     ) -> Int[Array, " found"]:
         newest = np.zeros(len(rows), np.int32)
-        free = len(rows) * self._width + (0 if chunks is None else len(chunks))
+        return self._draft.run(rows, newest, chunks, tokens, "greedy", None, self._recent([], len(rows)))
+
+    def _run_each(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+    ) -> None:
+        self._run_empty(rows, chunks, tokens)
+        newest = np.zeros(len(rows), np.int32)
+        samples = len(rows) * self._width + (0 if chunks is None else len(chunks))
+        mask = np.full((samples, self.programs.words), -1, np.int32)
         recent = self._recent([], len(rows))
-        mask = np.full((free, self.programs.words), -1, np.int32)
-        self._draft.run(rows, newest, chunks, tokens, "greedy", mask, recent)
-        return self._draft.run(rows, newest, chunks, tokens, "greedy", None, recent)
+        self.programs.put_no_changes()
+        for scored, changed in ((False, False), (True, False), (True, True)):
+            self._draft.run(rows, newest, chunks, tokens, "greedy", mask, recent, scored=scored, changed=changed)
 
     def _run_one(self, plan: StepPlan) -> Int[Array, " found"]:
         rows, chunks, tokens, mode, mask = self._arguments(plan)
         newest = np.zeros(len(rows), np.int32)
         newest[: len(plan.decoded)] = [row.request.tokens[-1] for row in plan.decoded]
-        return self._draft.run(rows, newest, chunks, tokens, mode, mask, self._recent(plan.decoded, len(rows)))
+        recent = self._recent(plan.decoded, len(rows))
+        changed = _is_changed(plan)
+        scored = changed or _is_scored(plan)
+        return self._draft.run(rows, newest, chunks, tokens, mode, mask, recent, scored=scored, changed=changed)
 
     def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         self._draft.copy_states(copies)
 
-    def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " found"]) -> Iterator[tuple[Row, list[int]]]:
+    def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " found"]) -> Iterator[_Read]:
         count = self._row_count(plan)
         width = self._width
         tokens = sampled[:-count].tolist()
         accepted = sampled[-count:].tolist()
         for place, (row, kept) in enumerate(zip(plan.decoded, accepted, strict=False), 1):
             first = place * width - row.count
-            yield row, tokens[first : first + kept + 1]
-        for row, token in zip(plan.chunks, tokens[count * width :], strict=False):
+            yield row, tokens[first : first + kept + 1], slice(first, first + kept + 1)
+        for place, row in enumerate(plan.chunks, count * width):
             if row.index is not None:
-                yield row, [token]
+                yield row, [tokens[place]], slice(place, place + 1)
+
+
+def _is_scored(plan: StepPlan) -> bool:
+    """Return True if a request asks for the scores of its answer's tokens."""
+    return any(row.request.logprobs is not None and row.index is not None for row in plan.rows)
+
+
+def _is_changed(plan: StepPlan) -> bool:
+    """Return True if penalties or the like change the logits of a request that gets a token."""
+    return any(row.request.sampling.changes_logits and row.index is not None for row in plan.rows)
+
+
+def _give_scores(plan: StepPlan, packed: Int[np.ndarray, "Q C columns"]) -> None:
+    """Hand the scores of the tokens of prompts to the requests that ask for them."""
+    for row, scores in zip(plan.chunks, packed, strict=False):
+        request = row.request
+        if request.prompt_logprobs is not None:
+            found = unpack_scores(scores[len(scores) - row.count :], request.prompt_logprobs)
+            known = max(0, len(request.prompt) - 1 - row.start)
+            request.prompt_scores[row.start : row.start + row.count] = found[:known]
 
 
 def seconds_of(run: Callable[[], Array]) -> float:

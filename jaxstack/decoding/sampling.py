@@ -6,7 +6,7 @@ Dims: R rows, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import jax
@@ -19,9 +19,10 @@ Mode = Literal["greedy", "free", "limited"]
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Settings for sampling a token: temperature, and limits on the tokens to choose from.
+    """Settings for sampling a token: changes of its logits, temperature, and limits on the tokens to choose from.
 
-    Limits apply in the order of the attributes, each to the tokens that the ones before it leave.
+    Limits apply in the order of the attributes, each to the tokens that the ones before it leave. Changes come first:
+    `logit_bias` and `min_tokens`, then the penalties.
 
     Attributes:
       temperature: divisor of the logits; 0 takes the likeliest token.
@@ -29,12 +30,23 @@ class Sampling:
       top_p: sample from the likeliest tokens whose probabilities first reach this sum (Holtzman et al. 2020).
       min_p: sample from the tokens at least this many times as likely as the likeliest one (Nguyen et al. 2024,
         arXiv:2407.01082).
+      presence_penalty: subtracted from the logits of tokens that the answer has already.
+      frequency_penalty: subtracted from them as many times as the answer has the token.
+      repetition_penalty: divisor of the positive logits of tokens that the prompt or the answer has, and factor of the
+        negative ones (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
+      logit_bias: what is added to the logits of tokens, by their ids.
+      min_tokens: number of tokens before which no stop token is sampled.
     """
 
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -45,6 +57,22 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1; found {self.top_p}.")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be at least 0 and at most 1; found {self.min_p}.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name} must be -2 to 2; found {getattr(self, name)}.")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty must be above 0 and finite; found {self.repetition_penalty}.")
+        for token, value in (self.logit_bias or {}).items():
+            if not -100 <= value <= 100 or token < 0:
+                raise ValueError(f"logit_bias must add -100 to 100 to the logits of token ids; found {token}: {value}.")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must be at least 0; found {self.min_tokens}.")
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if a setting changes logits, beyond temperature and limits."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
+        return any(penalties) or bool(self.logit_bias) or self.min_tokens > 0
 
 
 class RowSampling(NamedTuple):

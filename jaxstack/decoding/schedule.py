@@ -1,14 +1,16 @@
 """The scheduler of the serving engine: chooses which tokens each step computes. Plain Python, without a device.
 
 A step computes the next token of every running request together with chunks of prompts (Agrawal et al. 2023,
-arXiv:2308.16369). Several steps without chunks are planned at once. Requests start in the order of their arrival. When
-pages run out, the newest request is preempted, and later recomputed from its prompt and its tokens so far.
+arXiv:2308.16369). Several steps without chunks are planned at once. Requests start in the order of their priority, then
+of their arrival. When pages run out, the last in this order is preempted, and later recomputed from its prompt and its
+tokens so far.
 
 Where layers have states, snapshots of these are kept for the prefix cache at places that cost no further step, about
 one chunk apart; and where the cached pages of a prompt show that it leaves an earlier text, for the next prompt that
 does (Pan et al. 2024, arXiv:2411.19379). There a chunk ends.
 """
 
+import bisect
 import dataclasses
 import math
 import time
@@ -132,8 +134,8 @@ class Scheduler:
         """Prompt tokens that were looked up in the prefix cache, and that were found."""
 
     def add(self, request: Request) -> None:
-        """Append a new request to the waiting queue."""
-        self.waiting.append(request)
+        """Put a new request into the waiting queue, after those that start before it."""
+        bisect.insort(self.waiting, request, key=_order)
 
     def finish(self, request: Request) -> None:
         """Remove a request that has ended and release its KV-cache pages.
@@ -200,9 +202,9 @@ class Scheduler:
         return min(request.max_tokens - request.sampled, self.context - request.filled)
 
     def _guess(self, request: Request) -> tuple[int, ...]:
-        """Return draft tokens for a request; none if a grammar constrains it, which would have to check each one."""
+        """Return draft tokens for a request; none if the choice after each depends on those before it in other ways."""
         count = min(self.draft_tokens, self._room(request) - 1)
-        if count < 1 or request.constraint is not None:
+        if count < 1 or request.constraint is not None or request.sampling.changes_logits:
             return ()
         if self._draft_model:
             return (-1,) * count
@@ -211,7 +213,7 @@ class Scheduler:
 
     def _add_steps(self, decoded: Sequence[Row]) -> None:
         """Let a decode-only step generate several tokens per row, as far as limits and pages allow."""
-        if self.draft_tokens or any(row.request.constraint is not None for row in decoded):
+        if self.draft_tokens or any(row.request.single_steps for row in decoded):
             return
         steps = self.decode_steps
         if self.waiting and decoded:  # for slots or pages, which the end of an answer frees
@@ -231,9 +233,9 @@ class Scheduler:
         return pages is not None
 
     def _make_room(self, request: Request, count: int, decoded: list[Row]) -> bool:
-        """Preempt the newest requests until `request` has enough pages; return False if it was preempted itself."""
+        """Preempt the last requests until `request` has enough pages; return False if it was preempted itself."""
         while not self._take_pages(request, request.filled + count):
-            last = max(self.running, key=lambda other: other.number)
+            last = max(self.running, key=_order)
             decoded[:] = [row for row in decoded if row.request is not last]
             self._preempt(last)
             if last is request:
@@ -249,7 +251,7 @@ class Scheduler:
         request.filled = 0
         request.exact = 0
         request.target = len(request.tokens) - decodes
-        self.waiting.appendleft(request)
+        bisect.insort_left(self.waiting, request, key=_order)
 
     def _release_slot(self, request: Request) -> None:
         """Free the batch slot and the pages of a request that no longer runs."""
@@ -262,14 +264,14 @@ class Scheduler:
         request.slot = None
 
     def _admit(self) -> None:
-        """Start waiting requests, in order of arrival, while batch slots and KV-cache pages are free.
+        """Start waiting requests, in their order, while batch slots and KV-cache pages are free.
 
         One free page has to remain for each running request.
         """
         while self.waiting and self._free_slots:
             request = self.waiting[0]
             size = self.pool.page_size
-            prefix = self.pool.share_prefix(request.tokens)
+            prefix = self.pool.share_prefix([] if request.computes_prompt else request.tokens)
             request.pages, request.digests = prefix.pages, prefix.digests
             needed = -(-(len(request.tokens) + 1) // size) - len(request.pages)
             spare = len(self.running) if self.running else 0
@@ -358,3 +360,8 @@ class Scheduler:
         restored = self._restored
         self._restored = []
         return StepPlan(decoded, chunks, shape, steps, restored, kept)
+
+
+def _order(request: Request) -> tuple[int, int]:
+    """Return the key by which requests start, and in reverse are preempted."""
+    return request.priority, request.number

@@ -18,10 +18,19 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxstack.decoding.compilation import ThreadedCompiler
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh, Params
+from jaxstack.decoding.logit_changes import (
+    LogitChanges,
+    change_logits,
+    changes_of,
+    count_tokens,
+    no_changes,
+    put_changes,
+)
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.rows import Column, Pages, RecentTokens, decode_rows, rows_at_step, run_rows, sampled_states
-from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, log_probabilities, sample_rows
+from jaxstack.decoding.sampling import Mode, RowSampling, Sampling, apply_bitmask, log_probabilities, sample_rows
 from jaxstack.decoding.schedule import Row
+from jaxstack.decoding.scores import pack_scores
 from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.distributed.xla_options import OptionValue, half_batch_options
@@ -33,6 +42,8 @@ from pallas_kernels.target import current_target
 
 _NO_LIMIT = 2**31 - 1
 """Largest int32, which is no limit of the number of tokens to sample from."""
+_SCORE_BLOCK = 64
+"""Tokens of prompts that are scored at a time."""
 
 
 class Programs:
@@ -76,7 +87,7 @@ class Programs:
         """True: the model has states, which tokens that were guessed enter only when they are accepted: the next step
         runs them again. To be set before the first step."""
         self.keeps_states = False
-        """True: `forward` sets `states`. To be set before the first step."""
+        """True: `forward` sets `states`, which `score_prompts` reads. To be set before the first step."""
         self.states: list[Float[Array, "R C D"]] = []
         """Final hidden states of the newest step's decoded rows and prompt chunks."""
         self.compiler = ThreadedCompiler()
@@ -91,7 +102,18 @@ class Programs:
             donate_argnames="pages",
             out_shardings=layout,
         )
-        self._sample = self.compiler.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
+        self.changes: LogitChanges | None = None
+        """What changes the logits of each slot; None while no request in the batch asks for it."""
+        self._no_changes = self.compiler.jit(self._empty_changes, out_shardings=whole)
+        self._put_changes = self.compiler.jit(self._changes_with, donate_argnums=0, out_shardings=whole)
+        self._sample = self.compiler.jit(
+            self._sample_step,
+            static_argnames=("mode", "scored"),
+            donate_argnames="changes",
+            out_shardings=(whole, whole, whole),
+        )
+        self._score = self.compiler.jit(self._score_step, out_shardings=whole)
+        self._pool = self.compiler.jit(self._pool_step, out_shardings=whole)
         self._forward = dict[bool, Any]()
         self._advance = dict[bool, Any]()
         for halves in (False,) if halves_from is None else (False, True):
@@ -179,8 +201,27 @@ class Programs:
             floats[Column.TEMPERATURE] = temperature
             floats[Column.MIN_P] = sampling.min_p or 0
             floats[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
+            line[Column.CHANGED] = sampling.changes_logits
+            if sampling.changes_logits:
+                self._change(request)
         line[Column.PAGES + known : Column.PAGES + len(request.pages)] = request.pages[known:]
         request.described_pages = len(request.pages)
+
+    def _change(self, request: Request) -> None:
+        """Put what changes a request's logits into the row of its slot."""
+        answer = request.tokens[len(request.prompt) :]
+        ends = request.stop_tokens
+        row = changes_of(request.sampling, request.prompt, answer, ends, self.model.config.vocab_size or 0)
+        self.put_changes(request.slot or 0, row)
+
+    def put_changes(self, slot: int, row: LogitChanges) -> None:
+        """Put a row of `changes_of` into the state, which is allocated if there is none."""
+        with jax.set_mesh(self.model.rules.mesh):
+            self.changes = self._put_changes(self.changes or self._no_changes(), np.int32(slot), row)
+
+    def put_no_changes(self) -> None:
+        """Put a row that changes nothing into the state of slot 0, to compile the program that does so."""
+        self.put_changes(0, changes_of(Sampling(), (), (), (), self.model.config.vocab_size or 0))
 
     def run(
         self,
@@ -191,6 +232,9 @@ class Programs:
         mask: Int[np.ndarray, "all words"] | None = None,
         drafted: Int[np.ndarray, "R D"] | None = None,
         recent: RecentTokens | None = None,
+        *,
+        scored: bool = False,
+        changed: bool = False,
     ) -> Int[Array, "all ..."]:
         """Dispatch one step asynchronously; return a sample for each decoded row, then for each prompt chunk.
 
@@ -203,13 +247,30 @@ class Programs:
           drafted: newest token and drafts of each decoded row, at its end; a token is sampled after each of them. None:
             a row has the newest token of its slot, and one sample.
           recent: tokens of each decoded row that are not in its states, if the programs replay drafts.
+          scored: a sample is a row of `pack_scores`.
+          changed: rows have CHANGED set.
         """
         with jax.set_mesh(self.model.rules.mesh):
             logits = self.forward(rows, chunks, tokens, drafted, recent)
             first = rows if drafted is None else self._repeat(rows, drafted.shape[1])
             settings = np.concatenate([part[:, : Column.PAGES] for part in (first, chunks) if part is not None])
-            sampled, self._last = self._sample(logits, self._last, settings, mask, mode=mode)
+            changes = self.changes if changed else None
+            sampled, self._last, changes = self._sample(
+                logits, self._last, settings, mask, changes=changes, mode=mode, scored=scored
+            )
+            self.changes = changes or self.changes
         return sampled
+
+    def score_prompts(self, following: Int[np.ndarray, "Q C"]) -> Int[Array, "Q C columns"]:
+        """Score the token after each one of the newest step's prompt chunks; return rows of `pack_scores`."""
+        model = self.model
+        with jax.set_mesh(model.rules.mesh):
+            return self._score(model.params, model.non_params, self.states[1], following)
+
+    def pool_prompts(self, chunks: Int[np.ndarray, "Q columns"]) -> Float[Array, "Q 2 D"]:
+        """Return the sum of the final hidden states of each prompt chunk of the newest step, and the last of them."""
+        with jax.set_mesh(self.model.rules.mesh):
+            return self._pool(self.states[1], chunks[:, Column.COUNT])
 
     def forward(
         self,
@@ -260,7 +321,8 @@ class Programs:
         index = rows[:, Column.INDEX, None] + np.arange(width) - width + rows[:, Column.COUNT, None]
         repeated = np.repeat(rows, width, axis=0)
         repeated[:, Column.INDEX] = np.maximum(index, 0).ravel()
-        repeated[:, Column.STORE] = self.slots
+        last = np.arange(len(repeated)) % width == width - 1
+        repeated[:, Column.STORE] = np.where(last, repeated[:, Column.STORE], self.slots)
         return repeated
 
     @contextlib.contextmanager
@@ -271,27 +333,38 @@ class Programs:
         """
         last = self._last
         pages = self._pages
+        changes = self.changes
         try:
             with self.compiler.compiling():
                 yield
         finally:
             self._last = last
             self._pages = pages
+            self.changes = changes
 
     def sample_padding(self, totals: Iterable[int]) -> None:
-        """Sample for batches of these numbers of rows of padding, in each mode with and without a mask, to compile it.
+        """Sample for batches of these numbers of rows of padding, in each way that a step may need, to compile it.
 
-        Modes: greedy, with a temperature only, with top-k, top-p or min-p. Only the last of them is called with a mask.
+        Modes: greedy, with a temperature only, with top-k, top-p or min-p. Only the last of them is called with a mask
+        and, in engines whose programs do not score all tokens, with scores and changed logits.
         """
+        self.put_no_changes()
         with jax.set_mesh(self.model.rules.mesh):
             for total in sorted(totals):
                 rows = self.describe([], total)[:, : Column.PAGES]
                 logits = np.zeros((total, self.model.config.vocab_size or 0), np.float32)
                 logits = jax.device_put(logits, self.model.rules.sharding(jax.P()))
                 for mode in get_args(Mode):
-                    self._sample(logits, self._last, rows, None, mode=mode)
+                    self._sample(logits, self._last, rows, None, changes=None, mode=mode, scored=False)
                 mask = np.full((total, self.words), -1, np.int32)
-                self._sample(logits, self._last, rows, mask, mode="limited")
+                ways: list[tuple[LogitChanges | None, bool]] = [(None, False)]
+                if not self.scores:
+                    ways += [(None, True), (self.changes, True)]
+                for changes, scored in ways:
+                    *_, left = self._sample(
+                        logits, self._last, rows, mask, changes=changes, mode="limited", scored=scored
+                    )
+                    self.changes = left or self.changes
 
     def _forward_step(
         self,
@@ -335,13 +408,28 @@ class Programs:
         last: Int[Array, " S"],
         rows: Int[Array, "all columns"],
         mask: Int[Array, "all words"] | None,
+        changes: LogitChanges | None,
         *,
         mode: Mode,
-    ) -> tuple[Int[Array, "all ..."], Int[Array, " S"]]:
-        """Sample a token for each row; return the samples, and the newest token of each slot of the batch."""
+        scored: bool,
+    ) -> tuple[Int[Array, "all ..."], Int[Array, " S"], LogitChanges | None]:
+        """Sample a token for each row; return the samples, the newest token of each slot, and the state of changes."""
         self.compiled += 1
-        samples = self._sample_tokens(logits, rows, mask, mode)
-        return samples, last.at[rows[:, Column.STORE]].set(self._tokens(samples), mode="drop")
+        changed = logits if changes is None else change_logits(logits, rows, changes)
+        samples = self._sample_tokens(changed, rows, mask, mode)
+        if changes is not None:
+            changes = count_tokens(changes, rows, self._tokens(samples))
+        if scored:
+            samples = pack_scores(limit_vocabulary(logits, self.vocab_size), samples)
+        return samples, last.at[rows[:, Column.STORE]].set(self._tokens(samples), mode="drop"), changes
+
+    def _empty_changes(self) -> LogitChanges:
+        self.compiled += 1
+        return no_changes(self.slots, self.model.config.vocab_size or 0)
+
+    def _changes_with(self, state: LogitChanges, slot: Int[Array, ""], row: LogitChanges) -> LogitChanges:
+        self.compiled += 1
+        return put_changes(state, slot, row)
 
     def _sample_tokens(
         self, logits: Float[Array, "R V"], rows: Int[Array, "R columns"], mask: Int[Array, "R words"] | None, mode: Mode
@@ -357,9 +445,33 @@ class Programs:
         scores = log_probabilities(logits, tokens, settings)
         return jnp.stack([tokens, jax.lax.bitcast_convert_type(scores, jnp.int32)], axis=-1)
 
-    def _tokens(self, samples: Int[Array, "..."]) -> Int[Array, "..."]:
+    def _tokens(self, samples: Int[Array, "R ..."]) -> Int[Array, " R"]:
         """Return the tokens of samples."""
-        return samples[..., 0] if self.scores else samples
+        return samples if samples.ndim == 1 else samples[:, 0]
+
+    def _pool_step(self, hidden: Float[Array, "Q C D"], counts: Int[Array, " Q"]) -> Float[Array, "Q 2 D"]:
+        self.compiled += 1
+        hidden = hidden.astype(jnp.float32)
+        own = jnp.arange(hidden.shape[1]) >= hidden.shape[1] - counts[:, None]
+        return jnp.stack([jnp.where(own[..., None], hidden, 0).sum(1), hidden[:, -1]], 1)
+
+    def _score_step(
+        self, params: PyTree, non_params: PyTree, hidden: Float[Array, "Q C D"], following: Int[Array, "Q C"]
+    ) -> Int[Array, "Q C columns"]:
+        """Score the token after each hidden state, a block of them at a time, which limits the memory of the logits."""
+        self.compiled += 1
+        count = -(-following.size // _SCORE_BLOCK)
+        lacking = count * _SCORE_BLOCK - following.size
+        states = jnp.pad(hidden.reshape(following.size, -1), ((0, lacking), (0, 0)))
+        tokens = jnp.pad(following.ravel(), (0, lacking))
+
+        def score(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+            logits = self.model.module.merge(params, non_params).logits(block[0])
+            return pack_scores(limit_vocabulary(logits, self.vocab_size), block[1])
+
+        with logical_axis_rules(self.model.rules):
+            scores = jax.lax.map(score, (states.reshape(count, _SCORE_BLOCK, -1), tokens.reshape(count, _SCORE_BLOCK)))
+        return scores.reshape(count * _SCORE_BLOCK, -1)[: following.size].reshape(*following.shape, -1)
 
     def _decode_steps(
         self,
@@ -445,11 +557,13 @@ def choose_mode(rows: Sequence[Row]) -> Mode:
     return "limited" if limited else "free"
 
 
-def pad_chunks(rows: Sequence[Row], shape: ChunkShape) -> Int[np.ndarray, "Q C"]:
-    """Return the prompt tokens of the rows as one int32 array, left-padded to `shape`."""
+def pad_chunks(rows: Sequence[Row], shape: ChunkShape, ahead: int = 0) -> Int[np.ndarray, "Q C"]:
+    """Return the rows' prompt tokens, or those `ahead` places later, as an int32 array, left-padded to `shape`."""
     tokens = np.zeros(shape, np.int32)
     for line, row in zip(tokens, rows, strict=False):
-        line[shape.width - row.count :] = row.request.tokens[row.start : row.start + row.count]
+        first = row.start + ahead
+        found = row.request.tokens[first : first + row.count]
+        line[shape.width - row.count :][: len(found)] = found
     return tokens
 
 

@@ -108,6 +108,8 @@ class TextStream:
       prompt: the ids before the text.
       stop: strings that end the text; they, and what follows them, are not part of it.
       stop_tokens: ids that end the text.
+      min_tokens: number of the first tokens whose text may have the strings in it.
+      marked: the text has special tokens too, as `Tokenizer.decode_marked` writes them.
     """
 
     def __init__(
@@ -116,12 +118,17 @@ class TextStream:
         prompt: Sequence[int] = (),
         stop: Sequence[str] = (),
         stop_tokens: Collection[int] = (),
+        min_tokens: int = 0,
+        *,
+        marked: bool = False,
     ):
         self._text: _TokenText = _ByteText(tokenizer) if tokenizer.writes_bytes else _WordText(tokenizer, prompt)
         self._stop = tuple(stop)
         self._stop_tokens = frozenset(stop_tokens)
         self._vocab_size = tokenizer.vocab_size
         self._withheld = ""
+        self._unchecked = min_tokens
+        self._marks = {token: text for text, token in tokenizer.special_tokens.items()} if marked else {}
         self.finish_reason: FinishReason | None = None
         """None until the text has ended."""
 
@@ -132,7 +139,14 @@ class TextStream:
         """
         if token in self._stop_tokens:
             return self.finish("stop")
-        return self._release(self._text.push(token)) if token < self._vocab_size else ""
+        if token in self._marks:
+            new = self._text.flush() + self._marks[token]
+        else:
+            new = self._text.push(token) if token < self._vocab_size else ""
+        if self._unchecked > 0:
+            self._unchecked -= 1
+            return new
+        return self._release(new)
 
     def finish(self, reason: FinishReason = "length") -> str:
         """End the text, and return the part of it that was withheld until now."""

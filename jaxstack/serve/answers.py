@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import StreamingResponse
@@ -13,11 +13,14 @@ from starlette.types import Receive, Scope, Send
 from jaxstack.data.config import ChatConfig
 from jaxstack.data.streams import import_chat
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.data.tool_calls import ToolFormat
 from jaxstack.decoding.requests import ConstraintFailed, Request
 from jaxstack.decoding.text_stream import TextStream, check_chat_text
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import Envelope, error_body
+from jaxstack.serve.token_details import Part, TokenDetails
+from jaxstack.serve.tools import ToolReader, Tools
 
 
 class ChatFormatter:
@@ -49,7 +52,21 @@ class ChatFormatter:
         self.stop_tokens = frozenset() if special is None else frozenset({special})
         self.stop = (end,) if end and special is None else ()
 
-    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def tool_format(self, tools: Tools, ends: Collection[int]) -> ToolFormat:
+        """Return the format in which the template writes tool calls; an answer ends with one of the ids `ends`.
+
+        Raises:
+          ConfigError: the template does not tell the model of tools, or has another form of calls than the known ones.
+        """
+        from jaxstack.data.chat_turns import read_tool_format  # needs jinja2, which `import_chat` has found
+
+        try:
+            return read_tool_format(self._tokenizer, self._template, {*ends, *self.stop_tokens}, tools.described)
+        except ConfigError as error:
+            way_out = "leave out tools, or start the server with another server.chat_template"
+            raise ConfigError(f"{str(error).rstrip('.')}; {way_out}.") from None
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], tools: Tools | None = None) -> list[int]:
         """Return the token ids of a chat, up to where the next answer begins.
 
         Raises:
@@ -60,7 +77,10 @@ class ChatFormatter:
             for name, value in message.items():
                 if name != "content" or message["role"] != "assistant":
                     check_chat_text(self._tokenizer, f"messages.{place}.{name}", str(value), self.stop)
-        return self._tokenizer.encode_marked([self._template.render(messages, prompt=True)])[0][0].tolist()
+        described = None if tools is None else list(tools.described)
+        check_chat_text(self._tokenizer, "tools", json.dumps(described, ensure_ascii=False), self.stop)
+        text = self._template.render(messages, described, prompt=True)
+        return self._tokenizer.encode_marked([text])[0][0].tolist()
 
 
 class TextAnswer:
@@ -69,45 +89,108 @@ class TextAnswer:
     Args:
       request: the request in the engine.
       tokenizer: the model's tokenizer.
+      details: describes the tokens of its parts.
       stop: strings that end the answer; they, and what follows them, are not part of it.
+      echo: text of the prompt, with which the answer begins, and the number of tokens before that text.
+      echo_only: end the answer there.
+      tools: finds tool calls; None: the request has no tools.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        details: TokenDetails,
+        stop: Sequence[str] = (),
+        *,
+        echo: tuple[str, int] | None = None,
+        echo_only: bool = False,
+        tools: ToolReader | None = None,
+    ):
         self.request = request
-        self._text = TextStream(tokenizer, request.prompt, stop)
+        self.details = details
+        least = request.sampling.min_tokens
+        self._text = TextStream(tokenizer, request.prompt, stop, min_tokens=least, marked=tools is not None)
+        self._tools = tools
+        self._echo = echo
+        self._echo_only = echo_only
+        self._new = list[int]()
+        self._scored = 0
         self.tokens = 0
         """Number of tokens up to the end of the answer."""
         self.finish_reason: str | None = None
         """ "stop" or "length" once the answer has ended; None before, and after a cancellation."""
 
     @property
+    def prompt_fields(self) -> dict[str, Any]:
+        """Fields that describe the tokens of the prompt. Their scores are known as soon as there is a part."""
+        return self.details.describe_prompt(self.request.prompt, self.request.prompt_scores)
+
+    @property
     def ended(self) -> bool:
         """True if the answer has ended and all of its text has been returned."""
         return self.finish_reason is not None or self.request.finish_reason == "cancelled"
 
-    def take(self) -> str:
-        """Return the text that was generated since the last call, without waiting.
+    def take(self) -> Part | None:
+        """Return what was generated since the last part, without waiting; None if that is no text, and no end.
 
         Raises:
           JaxstackError: the engine failed.
         """
         if self.ended:
-            return ""
+            return None
         tokens, reason = self.request.take()
+        begun = bool(tokens) or reason is not None
+        echoed = self._take_echo(begun=begun)
+        text = self._decode([] if self._echo_only else tokens, reason)
+        if self._echo_only and begun and self.finish_reason is None:
+            self._end("length")
+        calls = []
+        if self._tools is not None:
+            text = self._tools.push(text)
+            if self.finish_reason is not None:
+                rest, calls = self._tools.finish()
+                text += rest
+                self.finish_reason = "tool_calls" if calls else self.finish_reason
+        if not text and not echoed.text and self.finish_reason is None:
+            return None
+        new, self._new = self._new, []
+        scores = self.request.scores[self._scored : self._scored + len(new)]
+        self._scored += len(scores)
+        return echoed + Part(text, new, scores, 0, self.finish_reason, calls)
+
+    def _take_echo(self, *, begun: bool) -> Part:
+        """Return the prompt as a part of the answer, unless it was; the scores of its tokens have to be known."""
+        scored = self.request.logprobs is not None
+        if self._echo is None or (scored and not begun):
+            return Part("")
+        (text, skipped), self._echo = self._echo, None
+        prompt = self.request.prompt[skipped:]
+        scores = [None, *self.request.prompt_scores][skipped:] if scored else []
+        return Part(text, prompt, scores, len(prompt))
+
+    def _decode(self, tokens: Sequence[int], reason: str | None) -> str:
+        """Return the text of further tokens, and end the answer at a stop text or as the engine has ended it."""
         pieces = []
         for token in tokens:
             self.tokens += 1
+            self._new.append(token)
             pieces.append(self._text.push(token))
             if self._text.finish_reason is not None:
-                self.request.cancel()
-                self.finish_reason = "stop"
+                self._end("stop")
                 return "".join(pieces)
         if reason == "error":
             raise self.request.error or JaxstackError("the engine has failed")
         if reason is not None and reason != "cancelled":
             pieces.append(self._text.finish("stop" if reason == "stop" else "length"))
             self.finish_reason = self._text.finish_reason
+            if self.request.stop_token is not None and not self._echo_only:
+                self._new.append(self.request.stop_token)
         return "".join(pieces)
+
+    def _end(self, reason: str) -> None:
+        self.request.cancel()
+        self.finish_reason = reason
 
 
 class Refused(Exception):
@@ -146,8 +229,8 @@ class Answers:
         for answer in answers:
             answer.request.listen(self._notify)
 
-    async def stream(self) -> AsyncIterator[tuple[int, str, str | None]]:
-        """Yield (index of the answer, new text, finish reason or None) as the engine generates text.
+    async def stream(self) -> AsyncIterator[tuple[int, Part]]:
+        """Yield (index of the answer, new part of it) as the engine generates text.
 
         Raises:
           Refused: the request took longer than `timeout`, or the engine failed.
@@ -164,13 +247,13 @@ class Answers:
             for index in sorted(left):
                 answer = self.answers[index]
                 try:
-                    text = self._take(index)
+                    part = self._take(index)
                 except ConstraintFailed as error:
                     raise Refused(400, str(error)) from None
                 except JaxstackError as error:
                     raise Refused(500, str(error)) from None
-                if text or answer.finish_reason is not None:
-                    yield index, text, answer.finish_reason
+                if part is not None:
+                    yield index, part
                 if answer.ended:
                     left.discard(index)
 
@@ -185,10 +268,10 @@ class Answers:
             if not answer.ended:
                 answer.request.cancel()
 
-    def _take(self, index: int) -> str:
+    def _take(self, index: int) -> Part | None:
         answer = self.answers[index]
         before = self.answers[index].tokens
-        text = answer.take()
+        part = answer.take()
         now = time.perf_counter()
         if answer.tokens > before:
             newest = answer.request.times.newest_token or now
@@ -196,7 +279,7 @@ class Answers:
             self._newest[index] = newest
         if answer.ended:
             self._metrics.observe_end(answer.request, now)
-        return text
+        return part
 
     def _notify(self) -> None:
         """Wake the server's event loop to read new tokens, unless a wake-up is pending; runs in the engine's thread."""
@@ -224,24 +307,35 @@ class EventStream(StreamingResponse):
             self._answers.cancel()
 
 
-async def collect(answers: Answers, texts: list[str]) -> None:
-    """Append the generated text of each answer to its entry of `texts` until all answers have ended."""
-    async for index, text, _ in answers.stream():
-        texts[index] += text
+def choose_best(answers: Answers, samples: int, count: int) -> list[int]:
+    """Return the numbers of the `count` answers to each prompt whose tokens have the highest mean log-probability."""
+
+    def rank(number: int) -> float:
+        scores = answers.answers[number].request.scores
+        return -sum(score.log_probability for score in scores) / max(1, len(scores))
+
+    firsts = range(0, len(answers.answers), samples)
+    return [number for first in firsts for number in sorted(range(first, first + samples), key=rank)[:count]]
 
 
-async def events(
-    answers: Answers, envelope: Envelope, opening: Sequence[str], samples: int, *, usage: bool
-) -> AsyncIterator[str]:
+async def collect(answers: Answers, parts: list[Part]) -> None:
+    """Add the new parts of each answer to its entry of `parts` until all answers have ended."""
+    async for index, part in answers.stream():
+        parts[index] += part
+
+
+async def events(answers: Answers, envelope: Envelope, samples: int, *, usage: bool) -> AsyncIterator[str]:
     """Yield the answers to a request as server-sent events in the format of OpenAI's API."""
-    for index, text in enumerate(opening):
-        if (first := envelope.first(index)) is not None:
+    prompts = [answer.prompt_fields for answer in answers.answers]
+    for index, prompt in enumerate(prompts):
+        if (first := envelope.first(index, prompt)) is not None:
             yield _event(first)
-        if text:
-            yield _event(envelope.piece(index, text, None))
+            prompts[index] = {}
     try:
-        async for index, text, reason in answers.stream():
-            yield _event(envelope.piece(index, text, reason))
+        async for index, part in answers.stream():
+            more = answers.answers[index].details.describe(part)
+            yield _event(envelope.piece(index, part, {**prompts[index], **more}))
+            prompts[index] = {}
     except Refused as error:
         yield _event(error_body(str(error), error.status, error.code))
         return

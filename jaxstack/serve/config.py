@@ -1,5 +1,7 @@
 """Settings of the HTTP server."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
@@ -27,7 +29,9 @@ class ServerConfig(Component):
     such as that of a reverse proxy; "*": any. Other names are refused: a web page could have its own name resolved to
     this machine, and so send requests from a visitor's browser (DNS rebinding)."""
     document_start: bool = True
-    """Put the tokenizer's document-start id before each prompt of /v1/completions, as in training."""
+    """Put the tokenizer's document-start id before each text of /v1/completions and /v1/embeddings, as in training."""
+    pooling: Literal["last", "mean"] = "last"
+    """Embedding of a text: the final hidden state of its last token, or the mean over its tokens."""
 
 
 class ServeConfig(Component):

@@ -1,7 +1,8 @@
 """Data-parallel serving: one engine for each replica of the model, and distribution of requests over them."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.engine import Engine, EngineBusy
-from jaxstack.decoding.requests import Constraint, Request
+from jaxstack.decoding.requests import Request
 from jaxstack.decoding.runner import EngineState
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.serve.config import EngineConfig
@@ -36,24 +37,23 @@ class EngineGroup:
         self.close()
 
     def submit(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        sampling: Sampling | None = None,
-        *,
-        seed: int = 0,
-        stop_tokens: Collection[int] | None = None,
-        constraint: Constraint | None = None,
+        self, prompt: Sequence[int], max_tokens: int, sampling: Sampling | None = None, **options: Any
     ) -> Request:
         """Submit a request to the engine with the fewest requests; arguments and result are as in `Engine.submit`."""
-        options = {"seed": seed, "stop_tokens": stop_tokens, "constraint": constraint}
+        return self._choose(lambda engine: engine.submit(prompt, max_tokens, sampling, **options))
+
+    def embed(self, prompt: Sequence[int], *, priority: int = 0) -> Request:
+        """Submit a prompt to the engine with the fewest requests, as `Engine.embed` does."""
+        return self._choose(lambda engine: engine.embed(prompt, priority=priority))
+
+    def _choose(self, submit: Callable[[Engine], Request]) -> Request:
         *others, last = sorted(self.engines, key=lambda engine: engine.running + engine.waiting)
         for engine in others:
             try:
-                return engine.submit(prompt, max_tokens, sampling, **options)
+                return submit(engine)
             except EngineBusy:
                 continue
-        return last.submit(prompt, max_tokens, sampling, **options)
+        return submit(last)
 
     @property
     def failure(self) -> str | None:

@@ -10,10 +10,11 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -26,12 +27,32 @@ from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding import requests as generation
 from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.serve.answers import Answers, ChatFormatter, EventStream, Refused, TextAnswer, collect, events, usage_of
+from jaxstack.serve.answers import (
+    Answers,
+    ChatFormatter,
+    EventStream,
+    Refused,
+    TextAnswer,
+    choose_best,
+    collect,
+    events,
+    usage_of,
+)
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.grammar import GrammarConstraint, Grammars, Kind
 from jaxstack.serve.metrics import Metrics
-from jaxstack.serve.protocol import ChatRequest, CompletionRequest, Envelope, GenerationRequest, error_body
+from jaxstack.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Envelope,
+    GenerationRequest,
+    embedding_body,
+    error_body,
+)
+from jaxstack.serve.token_details import Part, TokenDetails, TokenTexts
+from jaxstack.serve.tools import ToolReader
 
 _COMPLETION_TOKENS = 16
 """Token limit of a completion without `max_tokens`, as OpenAI has it."""
@@ -39,7 +60,7 @@ _GONE = 499
 """Status for the log where the client has closed the connection, as nginx has it."""
 _PAGE = Path(__file__).with_name("chat.html")
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=GenerationRequest | EmbeddingRequest)
 
 
 class Server:
@@ -71,6 +92,7 @@ class Server:
         self._api_key = api_key
         self._created = int(time.time())
         self.metrics = Metrics(engine, name)
+        self._texts = TokenTexts(tokenizer)
         self._ending = asyncio.Event()
         self._answers = weakref.WeakSet[Answers]()
         seconds = min(_GRAMMAR_SECONDS, self.config.timeout / 2)
@@ -91,6 +113,7 @@ class Server:
                 Route("/v1/models/{name:path}", self._require_key(self._model)),
                 Route("/v1/completions", self._require_key(self._complete), methods=["POST"]),
                 Route("/v1/chat/completions", self._require_key(self._complete_chat), methods=["POST"]),
+                Route("/v1/embeddings", self._require_key(self._embed), methods=["POST"]),
             ],
             exception_handlers={Refused: _refusal, HTTPException: _http_error, Exception: _failure},
         )
@@ -166,16 +189,14 @@ class Server:
     async def _complete(self, request: Request) -> Response:
         body = await self._parse(request, CompletionRequest)
         texts = body.prompts
-        self._check_count(body, len(texts))
+        self._check_count(body.samples * len(texts))
         self._check_length(text for text in texts if isinstance(text, str))
         prompts = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in texts])
         longest = max(map(len, prompts), default=0)
-        limit = body.max_tokens or max(1, min(_COMPLETION_TOKENS, self.engine.context - longest))
-        answers = await self._submit(body, prompts, limit, body.stops, frozenset())  # checks the ids too
-        before = [""] * len(prompts)
-        if body.echo:
-            before = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in texts]
-        return await self._answer(request, body, answers, Envelope(self.name, chat=False), before)
+        limit = max(1, min(_COMPLETION_TOKENS, self.engine.context - longest))
+        limit = limit if body.max_tokens is None else body.max_tokens
+        answers = await self._submit(body, prompts, limit, body.stops, frozenset(), texts if body.echo else None)
+        return await self._answer(request, body, answers, Envelope(self.name, chat=False))
 
     async def _complete_chat(self, request: Request) -> Response:
         body = await self._parse(request, ChatRequest)
@@ -186,17 +207,52 @@ class Server:
                 "the model's tokenizer has no chat template; use /v1/completions, or start the server with "
                 "server.chat_template=chatml (or llama3, gemma, a file).",
             )
-        self._check_count(body, 1)
-        messages = [message.as_template_input for message in body.messages]
+        self._check_count(body.samples)
+        messages = _refuse_on_error(lambda: [message.as_template_input for message in body.messages])
+        tools = body.chosen_tools
         self._check_length(["".join(message["content"] for message in messages)])
         try:
-            prompt = await asyncio.to_thread(chat.encode, messages)
+            form = None
+            if tools is not None and not tools.chosen:
+                form = await asyncio.to_thread(chat.tool_format, tools, self.engine.stop_tokens)
+            prompt = await asyncio.to_thread(chat.encode, messages, tools)
         except JaxstackError as error:
             raise Refused(400, str(error)) from None
         room = max(1, min(self.engine.context - len(prompt), self.config.max_tokens))
         limit = body.max_completion_tokens or body.max_tokens or room
-        answers = await self._submit(body, [prompt], limit, (*body.stops, *chat.stop), chat.stop_tokens)
-        return await self._answer(request, body, answers, Envelope(self.name, chat=True), [""])
+        stops = (*body.stops, *chat.stop)
+        answers = await self._submit(
+            body, [prompt], limit, stops, chat.stop_tokens, read=lambda: tools and ToolReader(tools, form)
+        )
+        return await self._answer(request, body, answers, Envelope(self.name, chat=True))
+
+    async def _embed(self, request: Request) -> Response:
+        body = await self._parse(request, EmbeddingRequest)
+        texts = body.prompts
+        self._check_count(len(texts))
+        self._check_length(text for text in texts if isinstance(text, str))
+        prompts = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in texts])
+        submitted = self._start(partial(self.engine.embed, prompt, priority=body.priority or 0) for prompt in prompts)
+        details = TokenDetails(self._texts, chat=False, logprobs=None, prompt_logprobs=None, ids=False)
+        answers = Answers(
+            [TextAnswer(one, self.tokenizer, details, echo_only=True) for one in submitted],
+            self.metrics,
+            self.config.timeout,
+        )
+        self._answers.add(answers)
+        if await self._collect(request, answers) is None:
+            return Response(status_code=_GONE)
+        vectors = []
+        for one in submitted:
+            assert one.pooled is not None
+            vector = one.pooled[0 if self.config.pooling == "mean" else 1]
+            vectors.append(vector / max(float(np.linalg.norm(vector)), 1e-12))
+        size = len(vectors[0])
+        if body.dimensions not in (None, size):
+            raise Refused(400, f"dimensions must be {size}, the model's hidden size; found {body.dimensions}.")
+        tokens = sum(map(len, prompts))
+        written = embedding_body(self.name, vectors, tokens, base64=body.encoding_format == "base64")
+        return JSONResponse(written)
 
     @cached_property
     def _most_characters(self) -> int | None:
@@ -220,6 +276,12 @@ class Server:
             return prompt
         opening = [self.tokenizer.document_start] if self.config.document_start else []
         return [*opening, *self.tokenizer.encode(prompt).tolist()]
+
+    def _echo(self, prompt: str | list[int]) -> tuple[str, int]:
+        """Return the text of a prompt and the number of tokens that `_encode` puts before it."""
+        if not isinstance(prompt, str):
+            return self.tokenizer.decode(prompt), 0
+        return prompt, int(self.config.document_start)
 
     async def _parse(self, request: Request, kind: type[R]) -> R:
         """Parse the JSON body of an HTTP request and validate it as a request of type `kind`.
@@ -285,13 +347,12 @@ class Server:
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):
                         return
 
-    def _check_count(self, body: GenerationRequest, prompts: int) -> None:
+    def _check_count(self, count: int) -> None:
         """Check the number of answers, before any prompt is encoded.
 
         Raises:
           Refused: the engine does not take so many.
         """
-        count = (body.n or 1) * prompts
         most = self.engine.most_requests
         if not 1 <= count <= most:
             raise Refused(400, f"a request must ask for 1 to {most} answers; found {count}.")
@@ -303,8 +364,18 @@ class Server:
         max_tokens: int,
         stop: Sequence[str],
         stop_tokens: frozenset[int],
+        echo: Sequence[str | list[int]] | None = None,
+        read: Callable[[], ToolReader | None] = lambda: None,
     ) -> Answers:
         """Submit every prompt of an HTTP request to the engine, once for each requested sample.
+
+        Args:
+          body: the request.
+          prompts: ids of each prompt.
+          max_tokens: token limit of each answer; 0: the prompt alone.
+          stop, stop_tokens: texts and ids that end an answer.
+          echo: texts or ids of the prompts, with which the answers begin.
+          read: returns what finds the tool calls of an answer.
 
         Raises:
           Refused: a limit is exceeded, or the engine does not accept them.
@@ -316,21 +387,53 @@ class Server:
         if unknown:
             raise Refused(400, f"stop_token_ids must be below {known}, the number of ids; found {unknown[0]}.")
         grammar = _refuse_on_error(lambda: body.grammar)
-        constraints = [
-            await self._constrain(*grammar) if grammar else None for _ in range(len(prompts) * (body.n or 1))
-        ]
+        constraints = [await self._constrain(*grammar) if grammar else None for _ in range(len(prompts) * body.samples)]
         ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
         stops = ends | frozenset(body.stop_token_ids or ())
+        scores = 0 if body.samples > (body.n or 1) and body.likeliest is None else body.likeliest
+        scored = [count for count in (body.prompt_logprobs, body.likeliest if echo else None) if count is not None]
+        submitted = self._start(
+            partial(
+                self.engine.submit,
+                prompts[index // body.samples],
+                max(1, max_tokens),
+                _refuse_on_error(lambda: body.sampling),
+                seed=body.first_seed + index % body.samples,
+                stop_tokens=stops,
+                constraint=constraint,
+                logprobs=scores,
+                prompt_logprobs=max(scored, default=None),
+                priority=body.priority or 0,
+            )
+            for index, constraint in enumerate(constraints)
+        )
+        texts = []
+        for index, request in enumerate(submitted):
+            details = TokenDetails(
+                self._texts,
+                chat=isinstance(body, ChatRequest),
+                logprobs=body.likeliest,
+                prompt_logprobs=body.prompt_logprobs,
+                ids=bool(body.return_token_ids),
+            )
+            opening = None if echo is None else self._echo(echo[index // body.samples])
+            only = max_tokens == 0
+            answer = TextAnswer(request, self.tokenizer, details, stop, echo=opening, echo_only=only, tools=read())
+            texts.append(answer)
+        answers = Answers(texts, self.metrics, self.config.timeout)
+        self._answers.add(answers)
+        return answers
+
+    def _start(self, submissions: Iterable[Callable[[], generation.Request]]) -> list[generation.Request]:
+        """Submit requests to the engine, all or none.
+
+        Raises:
+          Refused: the engine does not accept one.
+        """
         submitted: list[generation.Request] = []
         try:
-            for index, constraint in enumerate(constraints):
-                prompt = prompts[index // (body.n or 1)]
-                seed = body.first_seed + index % (body.n or 1)
-                sampling = body.sampling
-                request = self.engine.submit(
-                    prompt, max_tokens, sampling, seed=seed, stop_tokens=stops, constraint=constraint
-                )
-                submitted.append(request)
+            for submit in submissions:
+                submitted.append(submit())
         except BaseException as error:
             for request in submitted:
                 request.cancel()
@@ -341,10 +444,7 @@ class Server:
             if isinstance(error, EngineClosed):
                 raise Refused(503, str(error)) from None
             raise
-        texts = [TextAnswer(request, self.tokenizer, stop) for request in submitted]
-        answers = Answers(texts, self.metrics, self.config.timeout)
-        self._answers.add(answers)
-        return answers
+        return submitted
 
     async def _constrain(self, kind: Kind, value: object) -> GrammarConstraint:
         """Return a grammar as the constraint for one answer; compile it, unless it is known.
@@ -365,28 +465,36 @@ class Server:
             raise Refused(504, f"the request took longer than {limit:g} s (server.timeout).") from None
 
     async def _answer(
-        self, request: Request, body: GenerationRequest, answers: Answers, envelope: Envelope, before: Sequence[str]
+        self, request: Request, body: GenerationRequest, answers: Answers, envelope: Envelope
     ) -> Response:
-        """Return the HTTP response, JSON or an event stream; `before` has the text to echo for each prompt."""
-        opening = [before[index // (body.n or 1)] for index in range(len(answers.answers))]
+        """Return the HTTP response, JSON or an event stream."""
         if body.stream:
             options = body.stream_options
             usage = options is not None and options.include_usage
-            return EventStream(answers, events(answers, envelope, opening, body.n or 1, usage=usage))
-        texts = list(opening)
+            return EventStream(answers, events(answers, envelope, body.samples, usage=usage))
+        parts = await self._collect(request, answers)
+        if parts is None:
+            return Response(status_code=_GONE)
+        best = choose_best(answers, body.samples, body.n or 1) if body.samples > (body.n or 1) else range(len(parts))
+        choices = [(parts[number], answers.answers[number].details.describe(parts[number])) for number in best]
+        prompts = [answers.answers[number].prompt_fields for number in best]
+        return JSONResponse(envelope.whole(choices, prompts, usage_of(answers, body.samples)))
+
+    async def _collect(self, request: Request, answers: Answers) -> list[Part] | None:
+        """Return the whole of each answer; None if the client has gone away."""
+        parts = [Part("")] * len(answers.answers)
         watch = asyncio.create_task(_until_gone(request))
-        work = asyncio.create_task(collect(answers, texts))
+        work = asyncio.create_task(collect(answers, parts))
         try:
             await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                return Response(status_code=_GONE)
+                return None
             work.result()
+            return parts
         finally:
             watch.cancel()
             work.cancel()
             answers.cancel()
-        choices = [(text, answer.finish_reason) for text, answer in zip(texts, answers.answers, strict=True)]
-        return JSONResponse(envelope.whole(choices, usage_of(answers, body.n or 1)))
 
 
 _MOST_COMPILING = 2
@@ -479,7 +587,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = "/v1/completions, /v1/chat/completions, /v1/models, /health, /metrics"
+    known = "/v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models, /health, /metrics"
     messages = {404: f"there is nothing at {request.url.path}; known: {known}."}
     message = messages.get(error.status_code, f"{error.detail}: {request.method} {request.url.path}.")
     return JSONResponse(error_body(message, error.status_code), error.status_code, error.headers)

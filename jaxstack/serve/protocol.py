@@ -1,32 +1,31 @@
 """Request types of OpenAI's completion API, with vLLM's additional fields, and the JSON of the responses."""
 
+import re
 import secrets
 import time
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
+import numpy as np
+from jaxtyping import Float
 from pydantic import BeforeValidator, Field, model_validator
 
 from jaxstack.config.base import Component
 from jaxstack.decoding.sampling import Sampling
+from jaxstack.decoding.scores import MOST_LIKELIEST
 from jaxstack.serve.grammar import Kind
+from jaxstack.serve.token_details import Part
+from jaxstack.serve.tools import MessageCall, Tool, ToolChoice, Tools
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "repetition_penalty": (1, None),
-    "logit_bias": ({}, None),
     "logprobs": (False, None),
     "top_logprobs": (0, None),
     "best_of": (1, None),
     "suffix": ("", None),
-    "tools": ([], None),
-    "tool_choice": ("none", "auto", None),
     "functions": ([], None),
-    "min_tokens": (0, None),
     "length_penalty": (1, None),
     "use_beam_search": (False, None),
-    "prompt_logprobs": (0, None),
     "include_stop_str_in_output": (False, None),
     "skip_special_tokens": (True, None),
     "spaces_between_special_tokens": (True, None),
@@ -34,9 +33,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"], None),
 }
 """Fields of other servers that are not supported here, with the values that are accepted: those that do nothing."""
-_NEUTRAL_IN_MESSAGES = ("refusal", "tool_calls", "function_call", "audio", "annotations")
+_NEUTRAL_IN_MESSAGES = ("refusal", "function_call", "audio", "annotations")
 """Fields of the messages of an answer, which clients send back in the next request; only empty ones are accepted."""
-_IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
+_IGNORED = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields that are accepted and ignored, because they do not change the answer."""
 
 
@@ -75,6 +74,22 @@ def _check_stop(stop: object) -> object:
         if not text:
             raise ValueError("a stop text must have at least one character")
     return stop
+
+
+def _check_bias(bias: object) -> object:
+    """Check a mapping of token ids, which JSON has as texts, to what is added to their logits; name the first wrong."""
+    if bias is None:
+        return bias
+    if not isinstance(bias, dict):
+        raise ValueError(f"it must map token ids to numbers from -100 to 100; found {type(bias).__name__}")
+    found = dict[int, float]()
+    for token, value in bias.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not re.fullmatch("[0-9]{1,9}", str(token)) or not number or not -100 <= value <= 100:
+            shown = str(value)[:100]
+            raise ValueError(f"it must map token ids to numbers from -100 to 100; found {str(token)[:100]!r}: {shown}")
+        found[int(token)] = float(value)
+    return found
 
 
 class StreamOptions(Component):
@@ -152,6 +167,22 @@ class GenerationRequest(Component):
     """Further ids that end an answer."""
     ignore_eos: bool | None = None
     """Go on after the ids that end a text, up to max_tokens."""
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Subtracted from the logits of tokens that the answer has already."""
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """The same for each time that the answer has the token."""
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    """Divisor of the positive logits of tokens that the prompt or the answer has, factor of the negative ones."""
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_check_bias)] = None
+    """What is added to the logits of tokens, by their ids."""
+    min_tokens: int | None = Field(default=None, ge=0)
+    """Number of tokens before which the answer does not end by itself."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
+    """Log-probabilities of the tokens of the prompt, each with those of this many likeliest tokens, as vLLM has it."""
+    priority: int | None = None
+    """Requests with a lower number start first, 0 by default, as vLLM has it."""
+    return_token_ids: bool | None = None
+    """Return the ids of the prompt's and the answer's tokens, as vLLM has it."""
     stream: bool | None = None
     """Send the answer in pieces as server-sent events."""
     stream_options: StreamOptions | None = None
@@ -178,6 +209,17 @@ class GenerationRequest(Component):
                 raise ValueError(f"{name} is not supported; leave it out")
         return {name: value for name, value in kept.items() if name not in _IGNORED}
 
+    @model_validator(mode="after")
+    def _prompt_is_scored_at_once(self) -> "GenerationRequest":
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs come with a whole answer only; leave out stream")
+        return self
+
+    @property
+    def likeliest(self) -> int | None:
+        """Number of likeliest tokens to name beside each token of the answer; None: no log-probabilities."""
+        return None
+
     @property
     def stops(self) -> tuple[str, ...]:
         """Strings that end an answer when they are generated."""
@@ -185,10 +227,25 @@ class GenerationRequest(Component):
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling settings of the request: temperature, top_k, top_p and min_p."""
+        """Sampling settings of the request."""
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = None if self.top_p == 1 else self.top_p
-        return Sampling(temperature, self.top_k if self.top_k and self.top_k > 0 else None, top_p, self.min_p or None)
+        return Sampling(
+            temperature,
+            self.top_k if self.top_k and self.top_k > 0 else None,
+            top_p,
+            self.min_p or None,
+            self.presence_penalty or 0.0,
+            self.frequency_penalty or 0.0,
+            self.repetition_penalty or 1.0,
+            self.logit_bias or None,
+            self.min_tokens or 0,
+        )
+
+    @property
+    def samples(self) -> int:
+        """Number of answers that are generated for each prompt; the best `n` of them are returned."""
+        return self.n or 1
 
     @property
     def first_seed(self) -> int:
@@ -227,14 +284,82 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[Any, BeforeValidator(_check_prompt)]
     """A text or its token ids, or a list of either."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """Token limit of each answer; 0, with echo: the prompt alone."""
     echo: bool | None = None
     """Begin each answer with its prompt."""
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
+    """Log-probabilities of the answer's tokens, with echo of the prompt's too, each with those of this many likeliest
+    tokens."""
+
+    best_of: int | None = Field(default=None, ge=1, le=128)
+    """Answers that are generated per prompt, of which the `n` with the highest mean log-probability are returned."""
+
+    @property
+    def samples(self) -> int:
+        return self.best_of or self.n or 1
+
+    @model_validator(mode="after")
+    def _best_can_be_chosen(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError(f"best_of must be at least n ({self.n}); found {self.best_of}")
+        if self.stream and self.samples > (self.n or 1):
+            raise ValueError(f"best_of ({self.best_of}) above n ({self.n or 1}) cannot be streamed; leave out stream")
+        return self
+
+    @model_validator(mode="after")
+    def _has_tokens(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1 without echo; found 0")
+        return self
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts of the request, each a text or a list of token ids."""
-        prompt: Any = self.prompt
-        return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+        return _as_prompts(self.prompt)
+
+
+class EmbeddingRequest(Component):
+    """JSON body of a request to /v1/embeddings."""
+
+    model: str | None = None
+    """Name of the model, as /v1/models gives it."""
+    input: Annotated[Any, BeforeValidator(_check_prompt)]
+    """A text or its token ids, or a list of either."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """Numbers, or the bytes of little-endian float32 in Base64."""
+    dimensions: int | None = None
+    """Only the model's hidden size."""
+    priority: int | None = None
+    """Requests with a lower number start first, 0 by default."""
+    user: str | None = None
+    """Ignored."""
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The texts of the request, each a text or a list of token ids."""
+        return _as_prompts(self.input)
+
+
+def embedding_body(
+    model: str, vectors: Sequence[Float[np.ndarray, " D"]], tokens: int, *, base64: bool
+) -> dict[str, Any]:
+    """Return the response to a request for embeddings: a vector for each text, and the number of their tokens."""
+
+    def write(vector: Float[np.ndarray, " D"]) -> str | list[float]:
+        return b64encode(vector.astype("<f4").tobytes()).decode() if base64 else vector.tolist()
+
+    data = [{"object": "embedding", "index": i, "embedding": write(vector)} for i, vector in enumerate(vectors)]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}
+
+
+def _as_prompts(prompt: Any) -> Sequence[str | list[int]]:
+    return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
 class TextPart(Component):
@@ -270,6 +395,8 @@ class Message(Component):
     """Passed to the chat template."""
     tool_call_id: str | None = None
     """The call that a message of the role tool answers; required there, and passed to the chat template."""
+    tool_calls: Annotated[list[MessageCall], Field(max_length=1024, fail_fast=True)] | None = None
+    """The calls of a message of the assistant."""
 
     @model_validator(mode="before")
     @classmethod
@@ -287,16 +414,25 @@ class Message(Component):
             raise ValueError(f"content is required in a message of the role {self.role!r}")
         if (self.role == "tool") != bool(self.tool_call_id):
             raise ValueError("tool_call_id must be given in messages of the role 'tool', and only there")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls may be in messages of the role 'assistant' only")
         return self
 
     @property
-    def as_template_input(self) -> dict[str, str]:
-        """Return the chat message as the dict that chat templates expect."""
+    def as_template_input(self) -> dict[str, Any]:
+        """Return the chat message as the dict that chat templates expect.
+
+        Raises:
+          ValueError: the arguments of a call are no JSON object.
+        """
+        calls = [call.as_template_input for call in self.tool_calls or ()]
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": text} | {
-            key: value for key, value in (("name", self.name), ("tool_call_id", self.tool_call_id)) if value
+            key: value
+            for key, value in (("name", self.name), ("tool_call_id", self.tool_call_id), ("tool_calls", calls))
+            if value
         }
 
 
@@ -307,6 +443,57 @@ class ChatRequest(GenerationRequest):
     """The chat."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """The newer name of max_tokens."""
+    logprobs: bool | None = None
+    """Return the log-probabilities of the answer's tokens."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
+    """Name this many likeliest tokens beside each one."""
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
+    """Functions that the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    """Whether the answer calls a function: the model chooses (auto), it must (required), or which."""
+    parallel_tool_calls: bool | None = None
+    """False: an answer that must call a function has one call; what the model chooses itself is not limited."""
+
+    @model_validator(mode="after")
+    def _choice_is_a_tool(self) -> "ChatRequest":
+        named = [tool.function.name for tool in self.tools or ()]
+        if self.tool_choice not in (None, "none", "auto") and not named:
+            raise ValueError("tool_choice needs tools to choose from; add tools")
+        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in named:
+            wanted = self.tool_choice.function.name
+            raise ValueError(f"tool_choice names {wanted!r}, which is none of the tools; choose one of {named}")
+        return self
+
+    @property
+    def chosen_tools(self) -> Tools | None:
+        """The tools of the request; None if it has none, or the answer may call none."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        described = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
+        functions = [tool.function for tool in self.tools]
+        if isinstance(self.tool_choice, ToolChoice):
+            name = self.tool_choice.function.name
+            return Tools(described, [function for function in functions if function.name == name][:1])
+        several = self.tool_choice == "required"
+        return Tools(described, functions if several else (), several, 1 if self.parallel_tool_calls is False else None)
+
+    @property
+    def grammar(self) -> tuple[Kind, object] | None:
+        given = super().grammar
+        schema = None if self.chosen_tools is None else self.chosen_tools.schema
+        if schema is not None and given is not None:
+            raise ValueError("tool_choice asks for a call, response_format or the like for another form; leave out one")
+        return given if schema is None else ("json", schema)
+
+    @model_validator(mode="after")
+    def _tokens_are_scored(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs ({self.top_logprobs}) needs logprobs: set it to true")
+        return self
+
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class Envelope:
@@ -318,26 +505,42 @@ class Envelope:
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 
-    def whole(self, choices: Sequence[tuple[str, str | None]], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the complete JSON response of a request, from (text, finish reason) of each answer."""
+    def whole(
+        self,
+        choices: Sequence[tuple[Part, Mapping[str, Any]]],
+        prompts: Sequence[Mapping[str, Any]],
+        usage: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return the complete JSON response of a request.
+
+        Args:
+          choices: the whole of each answer, and its further fields.
+          prompts: fields of the prompt of each answer; a chat has one prompt, so that the response has its fields.
+          usage: numbers of tokens.
+        """
+        own = [{}] * len(choices) if self._chat else prompts
         return {
             **self._head("chat.completion" if self._chat else "text_completion"),
-            "choices": [self._choice(i, text, reason) for i, (text, reason) in enumerate(choices)],
+            "choices": [self._choice(i, part, {**own[i], **more}) for i, (part, more) in enumerate(choices)],
             "usage": usage,
+            **(prompts[0] if self._chat else {}),
         }
 
-    def first(self, index: int) -> dict[str, Any] | None:
+    def first(self, index: int, prompt: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """Return the stream event that opens an answer; None for completions, which have no such event."""
         if not self._chat:
             return None
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return {**self._head("chat.completion.chunk"), "choices": [choice], **(prompt or {})}
 
-    def piece(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        """Return the stream event with new text of an answer."""
+    def piece(self, index: int, part: Part, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the stream event with a new part of an answer and its further fields."""
         if not self._chat:
-            return {**self._head("text_completion"), "choices": [self._choice(index, text, reason)]}
-        choice = {"index": index, "delta": {"content": text} if text else {}, "finish_reason": reason}
+            return {**self._head("text_completion"), "choices": [self._choice(index, part, more)]}
+        delta: dict[str, Any] = {"content": part.text} if part.text else {}
+        if part.calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(part.calls)]
+        choice = {"index": index, "delta": delta, "finish_reason": part.finish_reason, **more}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,11 +551,14 @@ class Envelope:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, part: Part, more: Mapping[str, Any]) -> dict[str, Any]:
+        end = {"logprobs": None, "finish_reason": part.finish_reason, **more}
         if self._chat:
-            message = {"role": "assistant", "content": text, "refusal": None}
-            return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+            message = {"role": "assistant", "content": part.text, "refusal": None}
+            if part.calls:
+                message |= {"content": part.text or None, "tool_calls": list(part.calls)}
+            return {"index": index, "message": message, **end}
+        return {"index": index, "text": part.text, **end}
 
 
 _MOST_CHARACTERS = 2000

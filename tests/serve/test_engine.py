@@ -275,7 +275,7 @@ def test_a_failure_ends_every_request_with_the_reason(decoder, monkeypatch):
     engine = Engine(decoder, SMALL, warm_up=False, start=False)
     handle = engine.submit([1, 2, 3], 5)
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(engine.programs, "run", fail)

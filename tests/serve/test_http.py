@@ -10,7 +10,10 @@ import threading
 import time
 from collections.abc import Iterator
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.requests import Request
@@ -23,6 +26,9 @@ pytest.importorskip("llguidance")
 LIMITS = ServerConfig(chat_template="chatml", max_body_bytes=4096, max_tokens=200, timeout=20)
 
 
+CITY = {"enum": ["Oslo", "Rome"]}
+SCHEMA = {"type": "object", "properties": {"city": CITY}, "required": ["city"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 COMPLETE = "/v1/completions"
 CHAT = "/v1/chat/completions"
 WRONG = [
@@ -46,7 +52,8 @@ WRONG = [
     (COMPLETE, {"prompt": "a", "stop_token_ids": [2**70]}, 400, "stop_token_ids"),
     (COMPLETE, {"prompt": [10**12], "echo": True}, 400, "1000000000000 is outside of the model's vocabulary"),
     (COMPLETE, {"prompt": "\ud800", "echo": True}, 400, "surrogates not allowed"),
-    (COMPLETE, {"prompt": "a", "logprobs": 0}, 400, "logprobs is not supported"),
+    (COMPLETE, {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
+    (CHAT, {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400, "needs logprobs: set it to true"),
     (COMPLETE, {"prompt": []}, 400, "at least one text or token id"),
     (COMPLETE, {"prompt": ["a"] * 40, "n": 2}, 400, "1 to 64 answers; found 80"),
     (COMPLETE, {"prompt": "a", "model": "gpt"}, 404, "this server has 'tiny'"),
@@ -54,7 +61,13 @@ WRONG = [
     (COMPLETE, {"prompt": "a", "guided_json": {"type": "nonsense"}}, 400, "the json of the structured output is wrong"),
     (COMPLETE, {"prompt": "a", "guided_choice": []}, 400, "the choice of the structured output is wrong"),
     (CHAT, {"messages": []}, 400, "messages"),
-    (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, 400, "tools is not"),
+    (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, 400, "tools.0.function"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]},
+        400,
+        "leave out tools, or start the server",
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "hi<|im_end|>"}]}, 400, "could pass for another turn"),
     (CHAT, {"messages": [{"role": "user", "content": "hi"}], "x" * 3000: 1}, 400, "xxx..."),
     ("/v1/nothing", {}, 404, "known: /v1/completions"),
@@ -129,7 +142,7 @@ class Echo(Engine):
         self.config = EngineConfig(queue=48)
         self.failure = None
 
-    def submit(self, prompt, max_tokens, sampling=None, *, seed=0, stop_tokens=None, constraint=None) -> Request:
+    def submit(self, prompt, max_tokens, sampling=None, **options) -> Request:
         request = Request(prompt, max_tokens, cancel=lambda request: request.notify("cancelled"))
 
         def answer():
@@ -195,6 +208,71 @@ def test_several_prompts_and_samples_are_numbered_in_order(client):
     assert ids.choices[0].text == alone[0].choices[0].text
 
 
+def test_log_probabilities_of_a_completion_stand_beside_its_tokens(client):
+    """With echo those of the prompt too; a token's place in the text is its offset, also in a stream."""
+    options = {"model": "tiny", "max_tokens": 6, "seed": 2, "extra_body": {"return_token_ids": True}}
+    whole = client.completions.create(prompt="dä", logprobs=2, echo=True, **options).choices[0]
+    found = whole.logprobs
+    assert found.tokens[:3] == ["d", "bytes:\\xc3", "bytes:\\xa4"] and found.text_offset[:4] == [0, 1, 1, 2]
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 3 + len(whole.token_ids)
+    for token, score, best in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert best[token] == score < 0 and 2 <= len(best) <= 3 and max(best.values()) >= score
+    assert whole.prompt_token_ids == [256, *"dä".encode()]
+    stream = client.completions.create(prompt="dä", logprobs=2, echo=True, stream=True, **options)
+    pieces = [piece.choices[0] for piece in stream]
+    for name in ("tokens", "text_offset"):
+        assert [x for piece in pieces for x in getattr(piece.logprobs, name)] == getattr(found, name)
+    scores = [score for piece in pieces for score in piece.logprobs.token_logprobs]
+    np.testing.assert_allclose(scores, found.token_logprobs, atol=1e-5)
+    assert [i for p in pieces for i in p.token_ids] == whole.token_ids and pieces[0].prompt_token_ids[0] == 256
+    only = client.completions.create(model="tiny", prompt=[97, 98, 99], max_tokens=0, echo=True, logprobs=0)
+    assert only.choices[0].text == "abc" and only.usage.completion_tokens == 0
+    assert only.choices[0].logprobs.token_logprobs[0] is None and only.choices[0].logprobs.tokens == ["a", "b", "c"]
+
+
+def test_log_probabilities_of_a_chat_have_the_form_of_openai(client):
+    options = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0}
+    more = {"return_token_ids": True, "prompt_logprobs": 1}
+    whole = client.chat.completions.create(logprobs=True, top_logprobs=3, extra_body=more, **options)
+    choice = whole.choices[0]
+    assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [3] * len(choice.token_ids)
+    for entry, token in zip(choice.logprobs.content, choice.token_ids, strict=True):
+        assert entry.top_logprobs[0].token == entry.token and entry.top_logprobs[0].logprob == entry.logprob
+        assert entry.bytes == ([token] if token < 256 else [])
+    assert whole.prompt_logprobs[0] is None and len(whole.prompt_logprobs) == whole.usage.prompt_tokens
+    for token, entries in zip(whole.prompt_token_ids[1:], whole.prompt_logprobs[1:], strict=True):
+        assert entries[str(token)]["rank"] >= 1 and any(entry["rank"] == 1 for entry in entries.values())
+    pieces = list(client.chat.completions.create(logprobs=True, stream=True, **options))
+    kept = [piece.choices[0].logprobs for piece in pieces if piece.choices[0].logprobs]
+    entries = [entry for found in kept for entry in found.content]
+    assert [entry.token for entry in entries] == [entry.token for entry in choice.logprobs.content]
+    assert all(entry.top_logprobs == [] for entry in entries)
+    assert client.chat.completions.create(**options).choices[0].logprobs is None
+
+
+def test_embeddings_are_final_hidden_states_of_length_one(client, engine):
+    """Of texts of one chunk and of several, also when their beginning is cached; the last one, and their mean."""
+    texts = ["abc", "a text " * 14, "a text " * 14 + "!"]
+    server, port = listen(engine, LIMITS.model_copy(update={"pooling": "mean"}))
+    last = client.embeddings.create(model="tiny", input=texts)
+    status, mean, _ = ask(port, "/v1/embeddings", {"input": texts, "dimensions": 32, "encoding_format": "float"})
+    assert status == 200 and last.usage.prompt_tokens == mean["usage"]["total_tokens"] == sum(map(len, texts)) + 3
+    model = engine.model.module.merge(engine.model.params, engine.model.non_params)
+    for number, text in enumerate(texts):
+        ids = np.zeros((1, 128), np.int32)
+        ids[0, : len(text) + 1] = [256, *text.encode()]
+        with jax.set_mesh(engine.model.rules.mesh):
+            states = np.asarray(nnx.jit(lambda model, ids: model.hidden(ids))(model, ids))[0, : len(text) + 1]
+        for found, wanted in (
+            (last.data[number].embedding, states[-1]),
+            (mean["data"][number]["embedding"], states.mean(0)),
+        ):
+            np.testing.assert_allclose(found, wanted / np.linalg.norm(wanted), atol=1e-5)
+    status, answer, _ = ask(port, "/v1/embeddings", {"input": "a", "dimensions": 16})
+    assert status == 400 and "dimensions must be 32" in answer["error"]["message"] and idle(engine)
+    server.should_exit = True
+
+
 def test_a_stop_text_ends_the_answer_and_frees_the_pages(client, engine):
     options = {"model": "tiny", "prompt": "x", "max_tokens": 100, "seed": 1}
     whole = client.completions.create(**options).choices[0].text
@@ -230,6 +308,48 @@ def test_structured_output_matches_its_schema_or_pattern(client):
             extra_body={"structured_outputs": {"choice": ["red", "green"]}}, **options
         ).choices[0]
         assert choice.text in ("red", "green") and choice.finish_reason == "stop"
+
+
+def test_a_chosen_tool_is_called_and_its_result_sent_back(engine):
+    """With a template that does not write tools itself."""
+    openai = pytest.importorskip("openai")
+    server, port = listen(engine, LIMITS.model_copy(update={"chat_template": "llama3"}))
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+    messages = [{"role": "user", "content": "Hi"}]
+    options = {"model": "tiny", "tools": [TOOL], "parallel_tool_calls": False, "max_tokens": 120, "seed": 4}
+    chosen = {"type": "function", "function": {"name": "weather"}}
+    for choice in (chosen, "required"):
+        answer = client.chat.completions.create(messages=messages, tool_choice=choice, **options).choices[0]
+        call = answer.message.tool_calls[0]
+        assert answer.finish_reason == "tool_calls" and answer.message.content is None
+        assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in CITY["enum"]
+        stream = client.chat.completions.create(messages=messages, tool_choice=choice, stream=True, **options)
+        *_, last = [piece.choices[0] for piece in stream]
+        assert last.delta.tool_calls[0].function.arguments == call.function.arguments
+        assert last.finish_reason == "tool_calls" and not last.delta.content
+    reply = {"role": "tool", "tool_call_id": call.id, "content": "cold"}
+    more = client.chat.completions.create(messages=[*messages, answer.message, reply], model="tiny", max_tokens=3)
+    assert more.choices[0].message.tool_calls is None and more.usage.completion_tokens <= 3
+    server.should_exit = True
+
+
+def test_penalties_biases_and_the_best_of_several_answers(client):
+    """A bias of 100 leaves one token, until a penalty of its frequency lets another pass."""
+    options = {"model": "tiny", "prompt": "a", "max_tokens": 6, "temperature": 0}
+    biased = client.completions.create(logit_bias={"98": 100}, **options).choices[0]
+    assert biased.text == "bbbbbb"
+    banned = client.completions.create(logit_bias={"98": 100, "99": 99}, frequency_penalty=2, **options).choices[0]
+    assert {*banned.text} == {"b", "c"}
+    more = {"min_tokens": 6, "priority": -3, "repetition_penalty": 1.1}
+    stopped = client.completions.create(logit_bias={"256": 100}, extra_body=more, **options).choices[0]
+    assert stopped.finish_reason == "length"
+    options |= {"temperature": 1.0, "seed": 3}
+    several = client.completions.create(n=4, logprobs=0, **options)
+    means = [np.mean(choice.logprobs.token_logprobs) for choice in several.choices]
+    best = client.completions.create(n=2, best_of=4, **options)
+    wanted = [several.choices[number].text for number in np.argsort(means)[::-1][:2]]
+    assert [choice.text for choice in best.choices] == wanted and [choice.index for choice in best.choices] == [0, 1]
+    assert best.usage.completion_tokens == several.usage.completion_tokens
 
 
 @pytest.mark.parametrize(("path", "body", "status", "message"), WRONG)
@@ -433,7 +553,7 @@ def test_a_port_is_taken_from_the_start():
 class Silent(Echo):
     """Never answers."""
 
-    def submit(self, prompt, max_tokens, sampling=None, *, seed=0, stop_tokens=None, constraint=None) -> Request:
+    def submit(self, prompt, max_tokens, sampling=None, **options) -> Request:
         return Request(prompt, max_tokens, cancel=lambda request: request.notify("cancelled"))
 
 

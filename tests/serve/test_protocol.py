@@ -8,6 +8,7 @@ from jaxstack.config.loader import build_component
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 from jaxstack.serve.protocol import ChatRequest, CompletionRequest, Envelope
+from jaxstack.serve.token_details import Part
 
 
 def completion(**fields) -> CompletionRequest:
@@ -48,11 +49,17 @@ def test_fields_that_ask_for_nothing_are_accepted():
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"temprature": 1}, "did you mean 'temperature'"),
-        ({"presence_penalty": 1}, "presence_penalty is not supported"),
-        ({"logprobs": 5}, "logprobs is not supported"),
+        ({"presence_penalty": 2.5}, "presence_penalty: .*2; found 2.5"),
+        ({"logit_bias": {"a": 1}}, "token ids to numbers from -100 to 100; found 'a': 1"),
+        ({"logit_bias": {"5": 101}}, "from -100 to 100; found '5': 101"),
+        ({"n": 3, "best_of": 2}, r"best_of must be at least n \(3\); found 2"),
+        ({"best_of": 2, "stream": True}, r"best_of \(2\) above n \(1\) cannot be streamed; leave out stream"),
+        ({"logprobs": 21}, "logprobs: .*20; found 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs: .*0; found -1"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs come with a whole answer only; leave out stream"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1 without echo; found 0"),
         ({"stop": ""}, "at least one character"),
         ({"stop": ["a", ""]}, "at least one character"),
         ({"n": 0}, "n"),
@@ -99,12 +106,13 @@ def test_messages_may_have_parts_of_text_and_nothing_else():
 
 def test_a_message_of_an_answer_can_be_sent_back():
     """As `messages.append(response.choices[0].message)` does with OpenAI's client."""
-    answer = Envelope("m", chat=True).whole([("b", "stop")], {})["choices"][0]["message"]
+    part = Part("b", finish_reason="stop")
+    answer = Envelope("m", chat=True).whole([(part, {})], [{}], {})["choices"][0]["message"]
     question = {"role": "user", "content": "a"}
     body = build_component(ChatRequest, {"messages": [question, {**answer, "tool_calls": None}, question]}, "it")
     assert body.messages[1].as_template_input == {"role": "assistant", "content": "b"}
     calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    for wrong, message in ((calls, "tool_calls is not supported"), ({"role": "user"}, "content is required")):
+    for wrong, message in ((calls, "tool_calls.0.function"), ({"role": "user"}, "content is required")):
         with pytest.raises(ConfigError, match=message):
             build_component(ChatRequest, {"messages": [question, wrong]}, "it")
 
@@ -112,10 +120,11 @@ def test_a_message_of_an_answer_can_be_sent_back():
 def test_an_answer_has_one_id_in_all_of_its_pieces():
     envelope = Envelope("m", chat=True)
     first = envelope.first(0)
-    piece = envelope.piece(0, "text", None)
-    assert first is not None and first["id"] == piece["id"] != Envelope("m", chat=True).piece(0, "", None)["id"]
+    piece = envelope.piece(0, Part("text"), {})
+    assert first is not None and first["id"] == piece["id"] != Envelope("m", chat=True).piece(0, Part(""), {})["id"]
     assert piece["choices"][0]["delta"] == {"content": "text"}
-    assert envelope.piece(0, "", "stop")["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "stop"}
+    end = envelope.piece(0, Part("", finish_reason="stop"), {"token_ids": [1]})["choices"][0]
+    assert end == {"index": 0, "delta": {}, "finish_reason": "stop", "token_ids": [1]}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +147,7 @@ def test_long_wrong_lists_get_a_short_answer_soon(fields, message):
     started = time.perf_counter()
     with pytest.raises(ConfigError, match=message) as told:
         completion(**fields)
-    assert time.perf_counter() - started < 1 and len(str(told.value)) < 4000 and "list[" not in str(told.value)
+    assert time.perf_counter() - started < 1 and len(str(told.value)) < 6000 and "list[" not in str(told.value)
 
 
 def test_the_role_tool_needs_the_id_of_its_call():

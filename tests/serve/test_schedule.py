@@ -18,6 +18,7 @@ from jaxstack.decoding import engine as engine_module
 from jaxstack.decoding import schedule as schedule_module
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.ngram_draft import accept
+from jaxstack.decoding.requests import Request
 from jaxstack.decoding.rows import Column
 from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes
@@ -67,7 +68,7 @@ class SimulatedPrograms(Programs):
         for source, target in copies:
             self.states[target] = self.states[source]
 
-    def run(self, rows, chunks, tokens, mode, mask=None, drafted=None, recent=None):
+    def run(self, rows, chunks, tokens, mode, mask=None, drafted=None, recent=None, **_):
         assert (recent is not None) == (self.has_states and drafted is not None)
         newest = self.newest[rows[:, Column.SLOT], None] if drafted is None else drafted
         parts = [(rows, newest, newest.shape[1])] + ([] if chunks is None else [(chunks, tokens, 1)])
@@ -129,7 +130,7 @@ class SimulatedDraft:
         self.memory = np.full_like(target.memory, 251)
         self.copy_states = target.copy_states
 
-    def run(self, rows, newest, chunks, tokens, mode, mask=None, recent=None):
+    def run(self, rows, newest, chunks, tokens, mode, mask=None, recent=None, **_):
         self._run_exactly(rows, newest, chunks, tokens, recent if self.approximate else None)
         drafted = np.zeros((len(rows), self.width), int)
         for line, row, token in zip(drafted, rows, newest, strict=True):
@@ -368,3 +369,18 @@ def test_requests_with_drafts_are_decoded_in_the_same_steps(make_engine, draft):
         pass
     assert all(handle.count == 12 for handle in handles)
     assert engine.stats.programs["decode"] <= 12
+
+
+def test_requests_of_a_lower_number_start_first_and_are_preempted_last(make_engine):
+    """One after another, in the order of their arrival where the numbers are equal; then two that outgrow the pages."""
+    engine = make_engine(EngineConfig(slots=1, page_size=4, pages=10, chunk=16))
+    asked = [engine.submit([1], 4, priority=priority) for priority in (5, 0, -1, 0)]
+    order = list[Request]()
+    while engine.step():
+        order += [request for request in engine.scheduler.running if request not in order]
+    assert [asked.index(request) for request in order] == [2, 1, 3, 0]
+    engine = make_engine(EngineConfig(slots=2, page_size=4, pages=10, chunk=16, prefix_cache=False))
+    late, urgent = (engine.submit([1] * 9, 25, priority=priority) for priority in (0, -1))
+    while engine.step():
+        assert late.finish_reason is None or urgent.finish_reason is not None
+    assert engine.scheduler.preemptions == 1 and late.result() == answer([1] * 9, 25, None) == urgent.result()

@@ -1,0 +1,58 @@
+"""Log-probabilities of tokens and of the likeliest tokens in their place, as int32 that is read with the tokens.
+
+Dims: R rows, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+MOST_LIKELIEST = 20
+"""Number of likeliest tokens that a step scores beside each token, the limit of OpenAI's API."""
+_FIRST = 3
+"""Column of the first of these: before it are the token, its log-probability and its rank."""
+
+
+class TokenScore(NamedTuple):
+    """How likely a token was in its place."""
+
+    log_probability: float
+    """Natural logarithm of its probability under the model, at a temperature of 1 and without any limit or penalty."""
+    rank: int
+    """1: no other token was likelier."""
+    likeliest: tuple[tuple[int, float], ...]
+    """The likeliest tokens with their log-probabilities, the likeliest first."""
+
+
+def pack_scores(logits: Float[Array, "R V"], tokens: Int[Array, " R"]) -> Int[Array, "R columns"]:
+    """Return each row's token, its score and the likeliest tokens, floats as their bits; see `unpack_scores`."""
+    scores = jax.nn.log_softmax(logits.astype(jnp.float32), -1)
+    lines = jnp.arange(len(tokens))
+    own = scores[lines, tokens]
+    rank = 1 + (scores > own[:, None]).sum(-1, dtype=jnp.int32)
+
+    def take(left: jax.Array, _: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        best = jnp.argmax(left, -1).astype(jnp.int32)
+        return left.at[lines, best].set(-jnp.inf), (best, left[lines, best])
+
+    # So many passes over the logits are faster than sorting the vocabulary.
+    _, (ids, values) = jax.lax.scan(take, scores, length=min(MOST_LIKELIEST, logits.shape[-1]))
+    return jnp.concatenate([jnp.stack([tokens, _bits(own), rank], 1), ids.T, _bits(values).T], 1)
+
+
+def unpack_scores(packed: Int[np.ndarray, "R columns"], count: int) -> list[TokenScore]:
+    """Return the scores of rows of `pack_scores`, with the `count` likeliest tokens of each."""
+    floats = packed.view(np.float32)
+    middle = (packed.shape[1] + _FIRST) // 2
+    count = min(count, middle - _FIRST)
+    ids = packed[:, _FIRST : _FIRST + count].tolist()
+    values = floats[:, middle : middle + count].tolist()
+    own = zip(floats[:, 1].tolist(), packed[:, 2].tolist(), ids, values, strict=True)
+    return [TokenScore(score, rank, tuple(zip(*likeliest, strict=True))) for score, rank, *likeliest in own]
+
+
+def _bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)

@@ -1,0 +1,100 @@
+"""Tool calls of answers, in the formats of Qwen (Hermes), Llama 3 and Mistral, whole and piece by piece."""
+
+import json
+
+import pytest
+
+from jaxstack.config.loader import build_component
+from jaxstack.data.tool_calls import EXAMPLE, derive_format
+from jaxstack.errors import ConfigError
+from jaxstack.serve.protocol import ChatRequest
+from jaxstack.serve.tools import ToolReader, Tools
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}}
+QUESTION = {"role": "user", "content": "How is it in Oslo?"}
+FORMS = {
+    "qwen": ('<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', "\n"),
+    "llama3": ('{"name": "%s", "parameters": %s}', None),
+    "mistral": ('[TOOL_CALLS][{"name": "%s", "arguments": %s, "id": "call00000"}]', None),
+}
+
+
+def reader(name: str, tools: Tools | None = None) -> ToolReader:
+    text, join = FORMS[name]
+    one = text % (EXAMPLE.name, json.dumps(EXAMPLE.arguments))
+    form = derive_format(one, None if join is None else join.join([one, one]))
+    assert form is not None
+    return ToolReader(tools or Tools([TOOL]), form)
+
+
+def split(found: ToolReader, text: str, size: int) -> tuple[str, list[dict]]:
+    """Push a text in pieces; nothing of a call comes before the end."""
+    said = "".join(found.push(text[at : at + size]) for at in range(0, len(text), size))
+    rest, calls = found.finish()
+    return said + rest, calls
+
+
+@pytest.mark.parametrize("size", [1, 7, 500])
+@pytest.mark.parametrize("name", FORMS)
+def test_calls_are_told_from_text(name, size):
+    call = FORMS[name][0] % ("weather", '{"city": "Tromsø"}')
+    said = "" if name == "llama3" else "I look <b>it</b> up [now]."
+    text, (entry,) = split(reader(name), f"{said}\n\n{call}", size)
+    assert text == said and entry["type"] == "function" and entry["id"].startswith("call_")
+    assert entry["function"] == {"name": "weather", "arguments": '{"city": "Tromsø"}'}
+    for other in ("It is cold [there] <tool", "", " \n", "x{}"):
+        assert split(reader(name), other, size) == (other, [])
+    broken = call[: call.index("Tromsø")]
+    assert split(reader(name), broken, size) == (broken, [])
+
+
+def chat(**fields) -> ChatRequest:
+    return build_component(ChatRequest, {"messages": [QUESTION], **fields}, "the request")
+
+
+def test_a_chosen_tool_is_a_form_of_the_answer():
+    other = {"type": "function", "function": {"name": "now"}}
+    free = chat(tools=[TOOL, other])
+    assert free.grammar is None and free.chosen_tools is not None and [*free.chosen_tools.described] == [TOOL, other]
+    assert chat(tools=[TOOL], tool_choice="none").chosen_tools is None
+    named = chat(tools=[other, TOOL], tool_choice={"type": "function", "function": {"name": "weather"}})
+    assert named.grammar == ("json", SCHEMA) and named.chosen_tools is not None
+    text, (entry,) = split(ToolReader(named.chosen_tools, None), '{"city": "Oslo"}', 3)
+    assert text == "" and entry["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    required = chat(tools=[TOOL, other], tool_choice="required").chosen_tools
+    assert required is not None and required.schema is not None and required.schema["minItems"] == 1
+    calls = [{"name": "now", "parameters": {}}, {"name": "weather", "parameters": {"city": "Oslo"}}]
+    text, entries = split(ToolReader(required, None), json.dumps(calls), 9)
+    assert [entry["function"]["name"] for entry in entries] == ["now", "weather"] and text == ""
+    assert split(ToolReader(required, None), '[{"name": "no', 9) == ('[{"name": "no', [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tool_choice": "required"}, "tool_choice needs tools to choose from; add tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            r"tool_choice names 'x', which is none of the tools; choose one of \['weather'\]",
+        ),
+        ({"messages": [{**QUESTION, "tool_calls": [{"id": "1", "function": {"name": "x"}}]}]}, "'assistant' only"),
+    ],
+)
+def test_wrong_tools_are_told_why(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        chat(**fields)
+
+
+def test_calls_in_messages_reach_the_template_as_mappings():
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    body = chat(messages=[QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    (found,) = body.messages[1].as_template_input["tool_calls"]
+    assert found["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
+    call["function"]["arguments"] = "[1]"
+    body = chat(messages=[QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    with pytest.raises(ValueError, match="must be the text of a JSON object; those of '1' are not"):
+        _ = body.messages[1].as_template_input
+    with pytest.raises(ValueError, match="tool_choice asks for a call, response_format or the like"):
+        _ = chat(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}).grammar
