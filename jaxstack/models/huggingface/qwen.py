@@ -70,7 +70,7 @@ QWEN3 = Family(
 )
 
 
-DELTA_KEYS = {
+_DELTA = {
     "linear_num_key_heads": ("num_key_heads", 16),
     "linear_num_value_heads": ("num_heads", 32),
     "linear_key_head_dim": ("key_head_dim", 128),
@@ -118,9 +118,9 @@ _HYBRID = (
     attention_bias(),
     Row(("layer_types", "full_attention_interval"), _read_types, _write_types),
     Row(
-        tuple(DELTA_KEYS),
-        lambda config: {"delta": {ours: find(config, key, default) for key, (ours, default) in DELTA_KEYS.items()}},
-        lambda model: {key: getattr(model.delta, ours) for key, (ours, _) in DELTA_KEYS.items()},
+        tuple(_DELTA),
+        lambda config: {"delta": {ours: find(config, key, default) for key, (ours, default) in _DELTA.items()}},
+        lambda model: {key: getattr(model.delta, ours) for key, (ours, _) in _DELTA.items()},
     ),
     activation("hidden_act", "silu"),
     always(norm="rms_norm_unit_offset", mlp="gated", qk_norm=True, attention={"name": "gated"}),
