@@ -249,7 +249,8 @@ def test_packed_answers_give_the_same_steps(folder):
 
 
 @pytest.mark.longer
-def test_a_killed_run_with_an_environment_goes_on_exactly(folder, monkeypatch):
+@pytest.mark.parametrize("stale", [0, 1])
+def test_a_killed_run_with_an_environment_goes_on_exactly(folder, monkeypatch, stale):
     """The weights, the random numbers of the environment's code and the samples are those of a run without a break."""
     more = [
         f"rollout.environment={{path: ['{folder}/game.py:Game'], turns: 3}}",
@@ -257,32 +258,34 @@ def test_a_killed_run_with_an_environment_goes_on_exactly(folder, monkeypatch):
         "train.sequence_length=40",
         "reward=[{name: environment}]",
         "policy.advantage=batch_std",
+        f"rollout.stale_steps={stale}",
     ]
-    whole = reinforce(load_config(folder / "grpo.yaml", ["run.name=turns", *more])).metrics
-    lines = [line for line in metrics_of(folder / "turns") if "reward" in line]
+    names = [f"{name}{stale}" for name in ("turns", "killed")]
+    whole = reinforce(load_config(folder / "grpo.yaml", [f"run.name={names[0]}", *more])).metrics
+    lines = [line for line in metrics_of(folder / names[0]) if "reward" in line]
     assert all(1 < line["turns"] <= 3 and line["tool_calls"] == line["failed_calls"] == 0 for line in lines)
-    assert max(line["sampler_logprob_difference"] for line in lines) < 1e-4
+    assert stale or max(line["sampler_logprob_difference"] for line in lines) < 1e-4
     work = Environment.__call__
     calls = 0
 
     def end_in_the_middle(self, *given):
         nonlocal calls
         calls += 1
-        if calls == 12:
+        if calls == 12 + 4 * stale:  # in the third or fourth rollout
             raise MemoryError("killed")
         return work(self, *given)
 
     monkeypatch.setattr(Environment, "__call__", end_in_the_middle)
     with pytest.raises(MemoryError):
-        reinforce(load_config(folder / "grpo.yaml", ["run.name=killed", *more]))
+        reinforce(load_config(folder / "grpo.yaml", [f"run.name={names[1]}", *more]))
     monkeypatch.undo()
-    saved = folder / "killed" / "checkpoints"
+    saved = folder / names[1] / "checkpoints"
     assert (saved / "2").is_dir() and not (saved / "4").exists()
-    resumed = reinforce(load_config(folder / "grpo.yaml", ["run.name=killed", *more])).metrics
-    names = ["loss", "grad_norm", "reward", "turns", "answer_tokens", "eval_reward", "eval_turns"]
-    assert [resumed[name] for name in names] == [whole[name] for name in names]
-    first, second = (load(folder / name).decoder.params for name in ("turns", "killed"))
+    resumed = reinforce(load_config(folder / "grpo.yaml", [f"run.name={names[1]}", *more])).metrics
+    values = ["loss", "grad_norm", "reward", "turns", "answer_tokens", "eval_reward", "eval_turns"]
+    assert [resumed[name] for name in values] == [whole[name] for name in values]
+    first, second = (load(folder / name).decoder.params for name in names)
     jax.tree.map(np.testing.assert_array_equal, first, second)
-    shown = [json.loads((folder / name / "samples.json").read_text()) for name in ("turns", "killed")]
+    shown = [json.loads((folder / name / "samples.json").read_text()) for name in names]
     assert shown[0] == shown[1] and shown[0]["samples"][0]["messages"][1]["role"] == "user"
-    assert "what" in (folder / "turns" / "report.html").read_text().split("Newest answers")[1]
+    assert "what" in (folder / names[0] / "report.html").read_text().split("Newest answers")[1]
