@@ -62,7 +62,7 @@ class ChatFormatter:
 
         try:
             return read_tool_format(self._tokenizer, self._template, {*ends, *self.stop_tokens}, tools.described)
-        except ConfigError as error:
+        except JaxstackError as error:
             way_out = "leave out tools, or start the server with another server.chat_template"
             raise ConfigError(f"{str(error).rstrip('.')}; {way_out}.") from None
 

@@ -7,12 +7,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxstack.data.load_tokenizer import read_tokenizer_file
-from jaxstack.decoding.text_stream import ChatGenerator
+from jaxstack.decoding.requests import Request
+from jaxstack.decoding.text_stream import ChatGenerator, TextStream
 from jaxstack.errors import ConfigError
 
 pytest.importorskip("jinja2")
 pytest.importorskip("starlette")
-from jaxstack.serve.answers import ChatFormatter
+from jaxstack.serve.answers import ChatFormatter, TextAnswer
+from jaxstack.serve.token_details import TokenDetails, TokenTexts
+from jaxstack.serve.tools import ToolReader, Tools
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -53,6 +56,33 @@ def test_what_is_no_special_token_is_text(tokenizer):
         assert ids.count(tokenizer.special_tokens["<|im_end|>"]) == 1 and text in tokenizer.decode(ids)
 
 
+TOOLS = Tools([{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}])
+
+
+def test_a_template_tells_the_model_of_tools_and_its_calls_are_found(tokenizer):
+    """Piece by piece, with the text before them; the ids of the call are those of the answer."""
+    formatter = ChatFormatter(tokenizer, "chatml")
+    form = formatter.tool_format(TOOLS, ())
+    prompt = formatter.encode([{"role": "user", "content": "1 + 1?"}], TOOLS)
+    assert "add" in tokenizer.decode(prompt)
+    request = Request(prompt, 100)
+    details = TokenDetails(TokenTexts(tokenizer), chat=True, logprobs=None, prompt_logprobs=None, ids=True)
+    answer = TextAnswer(request, tokenizer, details, tools=ToolReader(TOOLS, form))
+    ids = tokenizer.encode('Sure.\n<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>').tolist()
+    parts = []
+    for token in ids:
+        request.append([token])
+        parts += [part for part in [answer.take()] if part is not None]
+    assert "".join(part.text for part in parts) == "Sure." and answer.finish_reason is None
+    request.notify("stop")
+    last = answer.take()
+    assert last is not None and last.finish_reason == "tool_calls" and last.text == ""
+    assert last.calls[0]["function"] == {"name": "add", "arguments": '{"x": 1}'}
+    assert [token for part in (*parts, last) for token in details.describe(part)["token_ids"]] == ids
+    with pytest.raises(ConfigError, match="leave out tools, or start the server with another server.chat_template"):
+        ChatFormatter(tokenizer, "llama3").tool_format(TOOLS, ())
+
+
 def test_a_question_of_generate_is_checked_too(tokenizer):
     generator = ChatGenerator.__new__(ChatGenerator)
     generator.tokenizer = tokenizer
@@ -60,3 +90,25 @@ def test_a_question_of_generate_is_checked_too(tokenizer):
     cast(Any, generator)._template = SimpleNamespace(render=lambda messages, prompt: messages[0]["content"])
     with pytest.raises(ConfigError, match=r"the prompt contains '<\|im_end\|>'"):
         generator.encode("hi<|im_end|>")
+
+
+def test_special_tokens_are_text_where_calls_are_written_with_them(tokenizer):
+    ids = [*tokenizer.encode("hä").tolist(), tokenizer.special_tokens["<|im_start|>"], *tokenizer.encode("x").tolist()]
+    for marked, text in ((True, "hä<|im_start|>x"), (False, "häx")):
+        stream = TextStream(tokenizer, marked=marked)
+        assert "".join(map(stream.push, ids)) + stream.finish() == text
+
+
+def test_stop_texts_are_looked_for_after_the_least_length(tokenizer):
+    ids = tokenizer.encode("ab.cd.ef").tolist()
+    for least, text in ((0, "ab"), (3, "ab.cd"), (6, "ab.cd.ef")):
+        stream = TextStream(tokenizer, stop=["."], min_tokens=least)
+        assert "".join(map(stream.push, ids)).startswith(text) and (stream.finish_reason == "stop") == (least < 6)
+
+
+def test_a_token_that_is_no_text_is_named_by_its_bytes(tokenizer):
+    texts = TokenTexts(tokenizer)
+    first, second = tokenizer.encode("ä").tolist()
+    assert [texts.text_of(first), texts.text_of(second)] == ["bytes:\\xc3", "bytes:\\xa4"]
+    assert texts.text_of(tokenizer.special_tokens["<|im_end|>"]) == "<|im_end|>"
+    assert texts.bytes_of(first) == b"\xc3" and texts.bytes_of(tokenizer.special_tokens["<|im_end|>"]) == b""
