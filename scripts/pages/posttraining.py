@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from benchmarks.training.rewards import newest_rows, picture
+from benchmarks.training.rewards import TASKS, newest_rows, picture
+from jaxstack.observe.number_format import plural
 from scripts.pages.page import Page, table, table_of
 from scripts.pages.rows import RESULTS, Row, read_all
 
@@ -29,8 +30,8 @@ def rewards(task: str) -> Callable[[], str]:
         ]
         minutes = max(row["minutes"] for row in rows)
         source = (
-            f"{len(rows)} seeds (`run.seed`), each with its own start; float32 on a CPU, both runs together at most "
-            f"{minutes:.1f} minutes, {rows[-1]['date'][:10]}, commit {rows[-1]['commit'][:7]}."
+            f"{plural(len(rows), 'seed')} (`run.seed`), each with its own start; float32 on a CPU, both runs together "
+            f"at most {minutes:.1f} minutes, {rows[-1]['date'][:10]}, commit {rows[-1]['commit'][:7]}."
         )
         return table(["step", "sampled answers", "likeliest answers"], lines) + f"\n\n{source}"
 
@@ -61,5 +62,5 @@ def pictures() -> dict[str, str]:
     return {"rewards.svg": picture(newest_rows(read_all(RESULTS / "rewards.jsonl")))}
 
 
-PARTS = {"brackets": rewards("brackets"), "programs": rewards("programs"), "speed": speeds}
+PARTS = {**{task: rewards(task) for task in TASKS}, "speed": speeds}
 PAGES = (Page("posttraining.md", PARTS, pictures),)
