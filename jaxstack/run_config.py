@@ -191,6 +191,8 @@ class RunConfig(Component):
                 f"a step trains on all answers of a rollout: train.global_batch_size ({batch}) must be rollout.prompts "
                 f"({rollout.prompts}) x policy.samples ({policy.samples}) = {answers}; set it to that, or leave it out."
             )
+        if policy.router_replay and self.model.moe is None:
+            return "policy.router_replay is for mixtures of experts, and model.moe is not set; set it to false."
         if rollout.resample and rollout.carried_prompts:
             return (
                 f"rollout.resample ({rollout.resample}) needs complete rollouts, and rollout.carried_prompts "

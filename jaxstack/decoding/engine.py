@@ -440,6 +440,8 @@ class Engine:
             request.notify()
 
     def _finish(self, request: Request, reason: FinishReason, error: JaxstackError | None = None) -> None:
+        if request.slot is not None:
+            self.programs.finish(request)
         self.scheduler.finish(request)
         if not any(other.sampling.changes_logits for other in self.scheduler.running):
             self.programs.changes = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxstack.decoding.ngram_draft import NGramDrafter
 from jaxstack.decoding.sampling import Sampling
@@ -81,6 +81,8 @@ class Request:
       scores: of each generated token that was taken and, at the end, of the stop token, if `logprobs` is set.
       prompt_scores: of each token of the prompt but the first, if `prompt_logprobs` is set; complete as soon as the
         answer has a token.
+      experts: those that each token of prompt and answer was sent to, if the engine has `ExpertPrograms`. Rows after
+        the last token whose keys and values were computed have no meaning.
 
     Progress:
       tokens: the prompt and the answer as far as the host has read it.
@@ -129,6 +131,7 @@ class Request:
         self.log_probabilities: list[float] = []
         self.scores: list[TokenScore] = []
         self.prompt_scores: list[TokenScore | None] = [None] * (len(self.prompt) - 1)
+        self.experts: Int[Array, "tokens layers k"] | None = None
         self._cancel = cancel
         self._taken = len(self.prompt) + len(answer)
         self._changed = threading.Condition()

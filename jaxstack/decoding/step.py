@@ -35,6 +35,7 @@ from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.distributed.xla_options import OptionValue, half_batch_options
 from jaxstack.errors import ConfigError
+from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.layer import CacheRoom
 from jaxstack.observe.number_format import byte_size
 from jaxstack.parallel.sharding_context import logical_axis_rules
@@ -98,7 +99,7 @@ class Programs:
             self._last = jax.device_put(jnp.zeros(room.slots, jnp.int32), whole)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
         self._copy = self.compiler.jit(
-            partial(copy_row, row_axes(partial(cache_shapes, model), room)),
+            partial(copy_row, row_axes(self._cache_shapes, room)),
             donate_argnames="pages",
             out_shardings=layout,
         )
@@ -134,7 +135,21 @@ class Programs:
 
     @functools.cached_property
     def _make_cache(self) -> Callable[[Params, Params], Pages]:
-        return jax.jit(lambda params, non_params: make_cache(self.model, params, non_params, self.room))
+        return jax.jit(partial(self.make_cache, self.room))
+
+    def _cache_shapes(self, room: CacheRoom) -> Pages:
+        return jax.eval_shape(partial(self.make_cache, room), self.model.params, self.model.non_params)
+
+    def make_cache(self, room: CacheRoom, params: Params, non_params: Params) -> Pages:
+        """Return an empty cache. Traceable."""
+        return make_cache(self.model, params, non_params, room)
+
+    def merge(self, params: Params, non_params: Params) -> Any:
+        """Return the model with its parameters, for `run_rows`. Traceable."""
+        return self.model.module.merge(params, non_params)
+
+    def finish(self, request: Request) -> None:
+        """Keep what the device knows of a request that ends, whose pages are released next: here nothing."""
 
     def allocate(self) -> None:
         """Make an empty cache on the device, if there is none since the last call of `free`."""
@@ -390,7 +405,7 @@ class Programs:
         if chunks is not None and tokens is not None:
             groups.append((chunks, tokens))
         with logical_axis_rules(self.model.rules):
-            model = self.model.module.merge(params, non_params)
+            model = self.merge(params, non_params)
             hidden, pages = run_rows(model, groups, pages, halves=halves, drafts=None if recent is None else 1)
             if recent is not None:
                 again, drafts, *others = hidden
@@ -495,7 +510,7 @@ class Programs:
 
         def advance(step: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
             newest, sampled, pages = carry
-            model = self.model.module.merge(params, non_params)
+            model = self.merge(params, non_params)
             now = rows_at_step(rows, step)
             logits, pages = decode_rows(model, now, newest[:, None], pages, halves=halves)
             settings = now[:, : Column.PAGES]
@@ -581,6 +596,11 @@ def shares_pages(model: ModelOnMesh) -> bool:
     """
     axes = row_axes(partial(cache_shapes, model), CacheRoom(1, 1, 1, 1))
     return all(axis < 0 for axis in jax.tree.leaves(axes))
+
+
+def has_pages(model: ModelOnMesh) -> bool:
+    """Return True if a layer keeps its cache in pages."""
+    return any(isinstance(layer, PagedKeys) for layer in cache_shapes(model, CacheRoom(1, 1, 1, 1)))
 
 
 def row_axes(make: Callable[[CacheRoom], Pages], room: CacheRoom) -> PyTree[int]:

@@ -162,8 +162,8 @@ class Transformer(nnx.Module):
           positions: int32 positions; None: 0..T-1.
           segment_ids: int32 number of each token's document, within which it attends; None: each row is one document.
           dropout_key: draws dropout masks: one key, or [B, T], one for each token; None: no dropout.
-          experts: int32 experts that each token is sent to in each layer, from 0, such as another model's choices
-            (routing replay, see `route`); those of dense layers are ignored. None: the routers choose.
+          experts: experts that each token is sent to in each layer, from 0, such as another model's choices (routing
+            replay, see `route`); those of dense layers are ignored. None or -1: the router chooses.
 
         Raises:
           ValueError: the mesh splits sequences over `context`, and `positions` are not given; or `experts` have another
@@ -198,9 +198,7 @@ class Transformer(nnx.Module):
         context = context._replace(beside=beside, records_experts=records_experts, with_losses=with_losses)
         x, _, sums = self._run(tokens, context, None, dropout_key)
         if records_experts and ROUTER in sums:
-            routers = cast(RouterSums, sums[ROUTER])
-            experts = jnp.moveaxis(cast(jax.Array, routers.experts), 0, 2)
-            sums = {**sums, ROUTER: routers._replace(experts=experts)}
+            sums = {**sums, ROUTER: cast(RouterSums, sums[ROUTER])._replace(experts=_experts_of_tokens(sums))}
         return x, sums
 
     def _checked_experts(self, experts: jax.Array | None, tokens: jax.Array) -> jax.Array | None:
@@ -318,6 +316,15 @@ class Transformer(nnx.Module):
             x, layers, _ = self._run(tokens, context, pages, None)
         return x.reshape(-1, x.shape[-1]), layers or []
 
+    def decode_packed_with_experts(
+        self, tokens: Int[Array, " T"], positions: Int[Array, " T"], slots: PageSlots, pages: list[LayerCache]
+    ) -> tuple[Float[Array, "T D"], list[LayerCache], Int[Array, "T layers k"]]:
+        """Return as `decode_packed`, and the experts that each token was sent to, as `hidden_and_sums` records them."""
+        context = self.packed_context(positions, slots)._replace(records_experts=True)
+        x, layers, sums = self._run(tokens.reshape(context.positions.shape), context, pages, None)
+        experts = _experts_of_tokens(sums)
+        return x.reshape(-1, x.shape[-1]), layers or [], experts.reshape(-1, *experts.shape[2:])
+
     def packed_context(self, positions: Int[Array, " T"], slots: PageSlots) -> Context:
         """Return the positions and cache places that all layers need in `decode_packed`.
 
@@ -424,3 +431,8 @@ def _cache(layers: Caches, context: Context) -> Cache:
     """Return a `Cache` made of the updated layer caches and the new number of tokens in each row."""
     assert context.slots is not None
     return Cache(layers or [], context.slots.lengths_after)
+
+
+def _experts_of_tokens(sums: LayerSums) -> Int[Array, "B T layers k"]:
+    """Return the recorded experts of each token in all layers."""
+    return jnp.moveaxis(cast(jax.Array, cast(RouterSums, sums[ROUTER]).experts), 0, 2)

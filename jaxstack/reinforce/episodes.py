@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxstack.data.prompts import Prompt, Prompts
 from jaxstack.data.tool_calls import ToolCall
 from jaxstack.errors import JaxstackError
@@ -31,6 +33,7 @@ class Episode:
       sampled: of each of these, True if the model has sampled it.
       log_probabilities: of each of these, with which it was sampled; 0 for the others.
       versions: of each sampled token, see `Answer`.
+      experts: of all tokens, those of the prompt included, but the last, see `Answer`.
       truncated: it reached the limit of tokens.
       messages: the messages after the prompt, those of the model included.
       reward: sum of the environment's rewards, or why it has none; None without an environment.
@@ -45,6 +48,7 @@ class Episode:
     sampled: list[bool] = dataclasses.field(default_factory=list)
     log_probabilities: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
+    experts: np.ndarray | None = None
     truncated: bool = False
     messages: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
     reward: float | Failure | None = None
@@ -128,6 +132,7 @@ class Episodes:
         text = answer.tokens[: answer.text_tokens]
         episode.add(answer.tokens, answer.log_probabilities)
         episode.versions += answer.versions
+        episode.experts = answer.experts
         episode.text = self._prompts.tokenizer.decode(text)
         content, calls = self._prompts.turns.parse(text)
         episode.messages.append({"role": "assistant", "content": content})

@@ -27,7 +27,7 @@ def pack_answers(
     """Return a batch in which several answers share a row, by best fit.
 
     Args:
-      batch: arrays [B, T] with one answer in each row.
+      batch: arrays [B, T, ...] with one answer in each row.
       lengths: number of tokens of each row, [B].
       order: the rows in the order in which they are filled.
       microbatches: number of microbatches of the batch.
@@ -36,7 +36,8 @@ def pack_answers(
       The arrays with the answers in other places; `segment_ids`, 1, 2, ... for the answers of a row, and one more for
       its padding; `positions` in the answer; and `computed` [B] int32, 0 for rows of microbatches without answers.
     """
-    packed = {name: np.full_like(array, IGNORE if name == "labels" else 0) for name, array in batch.items()}
+    padding = {"labels": IGNORE, "experts": -1}
+    packed = {name: np.full_like(array, padding.get(name, 0)) for name, array in batch.items()}
     count, length = batch["labels"].shape
     segments = np.ones((count, length), np.int32)
     positions = np.tile(np.arange(length, dtype=np.int32), (count, 1))

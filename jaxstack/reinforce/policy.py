@@ -323,6 +323,9 @@ class PolicyConfig(Component):
     overlong: Literal["mask", "keep"] | None = None
     """Answers that reach `rollout.max_tokens`: mask leaves them out of the loss, keep trains on them. null: keep with
     the advantage teacher, which judges each token for itself, else mask."""
+    router_replay: bool = False
+    """Send each token to the experts that the sampler sent it to, so that routers do not choose others in training than
+    while sampling (Ma et al. 2025, arXiv:2510.11370). Only for mixtures of experts."""
     sampler_correction: SamplerCorrection = SamplerCorrection()
     """Weights for the difference between the sampler and the trained model."""
 
@@ -458,8 +461,8 @@ def policy_loss(
         without one the model without its adapters.
       batch: `tokens`, `labels` int32 [B, T], where labels are -100 except at the tokens before sampled ones; float32
         [B, T] of each sampled token `advantages`, `shares` and `sampler_logprobs`, see `Tokens`, and `old_logprobs` if
-        this may not be the first update with the answers. Packed rows, of several answers, also have `segment_ids` and
-        `positions`.
+        this may not be the first update with the answers; with `settings.router_replay` also `experts`, int [B, T,
+        layers, k]. Packed rows, of several answers, also have `segment_ids` and `positions`.
       train: True adds the layers' own losses, such as those of routers.
       settings: the loss.
       temperature: divisor of the logits with which the answers were sampled.
@@ -470,9 +473,8 @@ def policy_loss(
     reference = None
     if settings.computes_reference:
         with jax.named_scope("reference"):
-            reference, _ = token_log_probabilities(
-                model.reference or without_adapters(model), batch, temperature, length
-            )
+            own = {name: x for name, x in batch.items() if name != "experts"}  # its routers choose for themselves
+            reference, _ = token_log_probabilities(model.reference or without_adapters(model), own, temperature, length)
     tokens = Tokens(
         policy,
         batch["sampler_logprobs"],
@@ -500,16 +502,15 @@ def token_log_probabilities(
 
     Args:
       model: the model.
-      batch: `tokens`, `labels` int32 [B, T]; of packed rows `segment_ids` and `positions`.
+      batch: `tokens`, `labels` int32 [B, T]; of packed rows `segment_ids` and `positions`; `experts` if they are given.
       temperature: divisor of the logits.
       length: the labels of a row that is not packed, other than -100, are among this number of consecutive ones, so
         that the other tokens, those of the prompt, need no logits; None: they may be anywhere.
       with_losses: see `Transformer.hidden_and_sums`.
     """
-    segments = batch.get("segment_ids")
-    hidden, sums = model.hidden_and_sums(
-        batch["tokens"], positions=batch.get("positions"), segment_ids=segments, with_losses=with_losses
-    )
+    inputs = {name: batch.get(name) for name in ("positions", "segment_ids", "experts")}
+    segments = inputs["segment_ids"]
+    hidden, sums = model.hidden_and_sums(batch["tokens"], **inputs, with_losses=with_losses)
     if temperature != 1:
         hidden = hidden / temperature
     with jax.named_scope("loss"):

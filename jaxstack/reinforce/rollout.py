@@ -100,6 +100,7 @@ def _groups_to_arrays(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
         "tokens": np.array([x for answer in answers for x in answer.tokens], np.int32),
         "log_probabilities": np.array([x for answer in answers for x in answer.log_probabilities], np.float32),
         "versions": np.array([x for answer in answers for x in answer.versions], np.int32),
+        **{f"experts_{row}": answer.experts for row, answer in enumerate(answers) if answer.experts is not None},
     }
 
 
@@ -109,8 +110,15 @@ def _groups_from_arrays(arrays: Mapping[str, np.ndarray]) -> list[_Group]:
     parts = [np.split(arrays[name], ends) for name in ("tokens", "log_probabilities", "versions")]
     rows = zip(*parts, arrays["text_tokens"], arrays["ended"], strict=True)
     answers = [
-        Answer(tuple(x.tolist()), tuple(y.tolist()), int(count), tuple(z.tolist()), bool(ended))
-        for x, y, z, count, ended in rows
+        Answer(
+            tuple(tokens.tolist()),
+            tuple(log_probabilities.tolist()),
+            int(text_tokens),
+            tuple(versions.tolist()),
+            bool(ended),
+            arrays.get(f"experts_{row}"),
+        )
+        for row, (tokens, log_probabilities, versions, text_tokens, ended) in enumerate(rows)
     ]
     samples = len(answers) // len(arrays["places"])
     return [
@@ -548,6 +556,8 @@ class Rollouts:
             batch["labels"][row, places] = np.array(ids)[places + 1]
             batch["sampler_logprobs"][row, places] = np.array(answer.log_probabilities)[answer.sampled]
             versions[row, places] = answer.versions
+            if answer.experts is not None:
+                batch["experts"][row, : len(ids) - 1] = answer.experts
             batch["advantages"][row, places] = advantages[row]
             if counts[row] and not (answer.truncated and self._policy.masks_overlong):
                 batch["shares"][row, places] = 1 / len(places)
@@ -563,7 +573,9 @@ class Rollouts:
 
     def _empty(self, rows: int) -> dict[str, np.ndarray]:
         shape = (rows, self._length)
+        each = None if self._sampler is None else self._sampler.experts_shape
         return {
+            **({} if each is None else {"experts": np.full((*shape, *each), -1, np.int16)}),
             "tokens": np.zeros(shape, np.int32),
             "labels": np.full(shape, IGNORE, np.int32),
             **{name: np.zeros(shape, np.float32) for name in self._policy.arrays},

@@ -5,15 +5,18 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh, cast_matrices, cast_shapes
 from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.expert_programs import ExpertPrograms
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.step import ScoredPrograms, shares_pages
+from jaxstack.decoding.step import ScoredPrograms, has_pages, shares_pages
 from jaxstack.decoding.step_shapes import ChunkShape, StepShapes
+from jaxstack.errors import ConfigError
 from jaxstack.models import Transformer
 from jaxstack.models.restack import join_projections, restack, same_stacking
 from jaxstack.module_arrays.module import Dict, ModuleArrays
@@ -41,6 +44,8 @@ class Answer:
       text_tokens: number of tokens without the stop token.
       versions: of each of these tokens, the number of train steps after which the model had the sampler's weights.
       ended: False if it may go on.
+      experts: those that the tokens of prompt and answer but the last were sent to, [tokens, layers, k]; None: they are
+        not recorded, or the answer has not ended.
     """
 
     tokens: tuple[int, ...]
@@ -48,6 +53,7 @@ class Answer:
     text_tokens: int
     versions: tuple[int, ...] = ()
     ended: bool = True
+    experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property
     def truncated(self) -> bool:
@@ -129,6 +135,8 @@ class Sampler:
         self._prompts = prompts
         self._vocab_size = vocab_size
         self._stop_tokens = stop_tokens
+        self.records_experts = False
+        """True: answers have `experts`. To be set before weights are loaded."""
         self._engine: Engine | None = None
         self._shares = False
         """True: answers share the pages of their prompt."""
@@ -175,6 +183,11 @@ class Sampler:
     def _load(self, params: Dict) -> None:
         if self._engine is None:
             model = ModelOnMesh(self._module, params, self._non_params, self._rules)
+            if self.records_experts and not has_pages(model):
+                raise ConfigError(
+                    "policy.router_replay records experts beside keys and values, and the model has no layer with keys "
+                    "and values; set it to false."
+                )
             self._shares = shares_pages(model) and self._longest > self._config.page_size
             self._engine = Engine(
                 model,
@@ -182,7 +195,7 @@ class Sampler:
                 vocab_size=self._vocab_size,
                 stop_tokens=self._stop_tokens,
                 shapes=self._step_shapes(model.batch_unit),
-                make_programs=ScoredPrograms,
+                make_programs=ExpertPrograms if self.records_experts else ScoredPrograms,
                 warm_up=False,
                 start=False,
             )
@@ -197,6 +210,12 @@ class Sampler:
                 self._engine.pool.clear_cache()
                 self._engine.programs.free()
                 self._engine.model.unload()
+
+    @property
+    def experts_shape(self) -> tuple[int, int] | None:
+        """Layers and experts per token of the answers' `experts`; None: they have none."""
+        moe = self._source.moe
+        return (self._source.num_layers, moe.num_experts_per_tok) if self.records_experts and moe else None
 
     @property
     def compiled(self) -> int:
@@ -260,12 +279,17 @@ class Sampler:
         """Return the answer of a request that goes on after `begun`."""
         text = request.result()
         tokens = (*text, *([] if request.stop_token is None else [request.stop_token]))
+        ended = request.finish_reason != "cancelled"
+        experts = None
+        if ended and request.experts is not None:
+            experts = np.asarray(request.experts)[: len(request.prompt) + len(tokens) - 1].astype(np.int16)
         return Answer(
             tokens,
             (*begun.log_probabilities, *request.log_probabilities),
             len(text),
             (*begun.versions, *[self._version] * len(request.log_probabilities)),
-            request.finish_reason != "cancelled",
+            ended,
+            experts,
         )
 
     def _step(self, engine: Engine) -> bool:

@@ -136,19 +136,21 @@ class ReinforcementTask(Task):
         longest = data.prompts.longest
         if config.rollout.environment.path:  # further turns find full pages in the cache
             longest = max(longest, config.rollout.engine.page_size + 1)
+        sampler = Sampler(
+            trainer,
+            config.rollout.engine,
+            prompts=config.rollout.prompts + config.rollout.carried_prompts,
+            answers=data.asked,
+            requests=data.largest,
+            longest=longest,
+            context=config.train.sequence_length,
+            vocab_size=data.vocab_size,
+            stop_tokens=data.prompts.stop_tokens,
+            borrow=data.devices.borrow,
+        )
+        sampler.records_experts = config.policy.router_replay
         data.attach(
-            Sampler(
-                trainer,
-                config.rollout.engine,
-                prompts=config.rollout.prompts + config.rollout.carried_prompts,
-                answers=data.asked,
-                requests=data.largest,
-                longest=longest,
-                context=config.train.sequence_length,
-                vocab_size=data.vocab_size,
-                stop_tokens=data.prompts.stop_tokens,
-                borrow=data.devices.borrow,
-            ),
+            sampler,
             lambda: trainer.state,
             shards=trainer.rules.degree(trainer.rules.table["batch"]),
             microbatches=config.train.gradient_accumulation,

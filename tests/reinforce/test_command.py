@@ -87,6 +87,7 @@ def test_wrong_configurations_are_one_message(folder, capsys):
         "rollout.environment.path=[x.py:X] & rollout.carried_prompts=1": "rollout.carried_prompts (1) leaves",
         "rollout.packing=true": "set train.gradient_accumulation (1) to 2 or more, or rollout.packing to false",
         "rollout.resample=1 & policy.loss=ppo": "rollout.resample (1) replaces groups of equal rewards",
+        "policy.router_replay=true": "policy.router_replay is for mixtures of experts",
         "policy.updates=3": "train.steps (4) must be divisible by policy.updates (3)",
         "parallel.context=2": "policy.loss does not support parallel.context",
         "policy.loss=null": "jaxstack.reinforce needs a loss; set policy.loss to grpo, dr_grpo",
@@ -187,6 +188,18 @@ def test_answers_are_left_to_the_next_rollout(folder, stale):
     assert lines[0]["carried_answers"] == 0 and lines[-1]["carried_answers"] > 0
     assert lines[-1]["staleness_largest"] > stale and lines[-1]["staleness"] > stale
     assert "importance" in lines[0], "answers of older weights are corrected"
+
+
+@pytest.mark.longer
+def test_training_follows_the_experts_of_the_sampler(folder):
+    """Experts are those of the weights that sampled, also after a stop, and with answers in parts."""
+    mixture = shutil.copytree(FIXTURE.parent / "qwen3-moe", folder / "qwen3-moe")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "qwen3" / name, mixture / name)
+    lengths = ["rollout.max_tokens=12", "train.sequence_length=24", "rollout.engine.decode_steps=1"]
+    stale = ["rollout.carried_prompts=2", "rollout.stale_steps=1"]
+    lines = check_goes_on_exactly(folder, [f"run.init_from={mixture}", "policy.router_replay=true", *lengths, *stale])
+    assert lines[0]["router_changed"] == 0 < lines[-1]["router_changed"] < 0.5
 
 
 @pytest.mark.longer

@@ -129,6 +129,10 @@ class RouterSums(NamedTuple):
     """Assignments dropped by the capacity of experts; None: there is no capacity."""
     experts: Int[Array, "*layers B T k"] | None = None
     """Experts chosen for each token, before any is dropped; None: not recorded."""
+    changed: Float[Array, "*layers"] | None = None
+    """Tokens whose experts were given and are not those that the router would choose; None: none were given."""
+    given: Float[Array, "*layers"] | None = None
+    """Tokens whose experts were given."""
 
     def of_layers(self, numbers: Int[Array, "*n"], count: int) -> "RouterSums":
         """Return the sums of all `count` layers of a model, where these are the sums [*n] of the layers `numbers`."""
@@ -149,7 +153,11 @@ class RouterSums(NamedTuple):
             "expert_overload": fullest.max() - 1.0,
             "expert_overload_layer": jnp.argmax(fullest),
         }
-        return found if self.dropped is None else {**found, f"{name}_dropped": self.dropped.sum() / total}
+        if self.dropped is not None:
+            found[f"{name}_dropped"] = self.dropped.sum() / total
+        if self.changed is not None and self.given is not None:
+            found[f"{name}_changed"] = self.changed.sum() / jnp.maximum(self.given.sum(), 1.0)
+        return found
 
 
 class Routing(NamedTuple):
@@ -183,16 +191,26 @@ def route(
         share.
       dropless: ignore the capacity of the experts.
       experts: the chosen experts, from 0 to E - 1, so that only their weights depend on the scores (routing replay, Ma
-        et al. 2025, arXiv:2510.11370); None: those with the highest scores.
+        et al. 2025, arXiv:2510.11370), or -1 for tokens whose experts are those with the highest scores; None: so are
+        those of all.
     """
     experts_count = config.num_experts
     chosen_count = config.num_experts_per_tok
     probabilities = jax.nn.softmax(logits, axis=-1)
     scores = probabilities if config.scoring_func == "softmax" else jax.nn.sigmoid(logits)
+    ranked = scores if bias is None else scores + bias
+    ranked = _within_best_groups(config, jax.lax.stop_gradient(ranked))
+    best = jax.lax.top_k(ranked, chosen_count)[1]
+    changed = given = None
     if experts is None:
-        ranked = scores if bias is None else scores + bias
-        ranked = _within_best_groups(config, jax.lax.stop_gradient(ranked))
-        experts = jax.lax.top_k(ranked, chosen_count)[1]
+        experts = best
+    else:
+        experts = experts.astype(jnp.int32)
+        known = experts >= 0
+        same = (best[..., None] == experts[..., None, :]).any(-1).all(-1)
+        given = jnp.sum(known[..., 0], dtype=jnp.float32)
+        changed = jnp.sum(known[..., 0] & ~same, dtype=jnp.float32)
+        experts = jnp.where(known, experts, best)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
@@ -212,7 +230,8 @@ def route(
         weights = jnp.where(experts < experts_count, weights, 0.0)
         dropped = jnp.sum(experts == experts_count, dtype=jnp.float32)
     entropy = chosen_count * jnp.sum(jax.scipy.special.entr(jax.lax.stop_gradient(probabilities)))
-    return Routing(experts, weights, RouterSums(loss, counts.sum(axis=0), entropy, dropped), chosen)
+    sums = RouterSums(loss, counts.sum(axis=0), entropy, dropped, changed=changed, given=given)
+    return Routing(experts, weights, sums, chosen)
 
 
 def _within_best_groups(config: MoEConfig, ranked: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
