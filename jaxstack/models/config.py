@@ -75,6 +75,9 @@ _NOT_SOFTMAX = (
     "parametrization: mup is known for softmax over scores of queries and keys; attention.name {model.attention.name} "
     f"is another function of them. Use one of {', '.join(_SOFTMAX_KINDS)}."
 )
+_ATTENTION_ALONE = (
+    "parametrization: mup is known for attention alone; layer_types has layers of {mixer}; leave them out."
+)
 _LATENTS = (
     "parametrization: mup does not know how learning rates of projections to latents depend on the width; set it to "
     "standard, or take another attention.name than {model.attention.name}."
@@ -308,9 +311,7 @@ class ModelConfig(Component):
                 "width; set scale_embeddings to false (the norms that follow make up for it)."
             )
         if (mixer := next((kind.title for kind in self.mixers() if kind is not self.attention), None)) is not None:
-            return (
-                f"parametrization: mup is known for attention alone; layer_types has layers of {mixer}; leave them out."
-            )
+            return _ATTENTION_ALONE.replace("{mixer}", mixer)
         if isinstance(self.attention, LatentAttention):
             return _LATENTS.replace("{model.attention.name}", self.attention.name)
         if self.attention.name not in _SOFTMAX_KINDS:
@@ -559,6 +560,10 @@ def _layers_are_independent(model: ModelConfig) -> bool:
     return not (model.num_kv_shared_layers or model.hidden_size_per_layer_input)
 
 
+def _has_mixer(title: str, model: ModelConfig) -> bool:
+    return title in [mixer.title for mixer in model.mixers()]
+
+
 def _has_attention(name: str, model: ModelConfig) -> bool:
     return model.attention.name == name
 
@@ -662,6 +667,19 @@ FEATURES = (
         excludes=(
             Excludes("muP", "how learning rates of projections to latents depend on the width is not known", _LATENTS),
         ),
+    ),
+    *(
+        Feature(
+            name,
+            "model",
+            functools.partial(_has_mixer, mixer),
+            (f"model.layer_types=[{mixer},full_attention]", f"model.{mixer}={settings}"),
+            excludes=(Excludes("muP", "muP is known for attention alone", _ATTENTION_ALONE.replace("{mixer}", mixer)),),
+        )
+        for name, mixer, settings in (
+            ("gated DeltaNet", "delta", "{num_heads: 4, head_dim: 8, num_key_heads: 4, key_head_dim: 8}"),
+            ("Mamba-2", "ssd", "{num_heads: 4, head_dim: 8, state_size: 8, n_groups: 4}"),
+        )
     ),
     Feature(
         "attention sinks",

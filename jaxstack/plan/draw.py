@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+import jax
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxstack.cost_model.layouts import count_tokens
@@ -12,6 +14,7 @@ from jaxstack.cost_model.roofline import describe_roofline, find_peak
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import write_file
 from jaxstack.models import count_parameters, model_flops_per_token
+from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.shardings import describe_unsplit
 from jaxstack.observe.number_format import byte_size
 from jaxstack.observe.report.roofline import draw_roofline
@@ -25,7 +28,7 @@ from jaxstack.parallel.mesh import (
     split_panels,
 )
 from jaxstack.plan.rehearsal import Rehearsal, resolve_plan
-from jaxstack.run.build import make_trainer
+from jaxstack.run.build import build_model, make_trainer
 from jaxstack.run_config import RunConfig
 
 
@@ -40,6 +43,8 @@ class LayoutPlan(TypedDict):
       tokens_per_step: tokens of a global batch.
       model_flops_per_step: model FLOPs of a step, over all devices.
       model_flops_per_step_and_device: model FLOPs of a step on each device.
+      cache_bytes_per_token: bytes that the server keeps for each token of a text on a GPU, such as keys and values.
+      cache_bytes_per_text: bytes that it keeps for each text whatever its length, such as states.
       sharding: mesh, parameters and bytes per device; see `jaxstack.module_arrays.shardings.describe_shardings`.
       pipeline: schedule of the pipeline, if there is one.
       rehearsal: memory of the compiled step, if it was compiled.
@@ -53,6 +58,8 @@ class LayoutPlan(TypedDict):
     tokens_per_step: int
     model_flops_per_step: float
     model_flops_per_step_and_device: float
+    cache_bytes_per_token: NotRequired[int]
+    cache_bytes_per_text: NotRequired[int]
     sharding: dict[str, Any]
     pipeline: NotRequired[dict[str, Any]]
     rehearsal: NotRequired[Rehearsal]
@@ -87,9 +94,23 @@ def describe_plan(config: RunConfig, devices: int | None = None) -> LayoutPlan:
         "model_flops_per_step_and_device": flops / math.prod(degrees.values()),
         "sharding": trainer.describe_sharding(),
     }
+    plan["cache_bytes_per_token"], plan["cache_bytes_per_text"] = _count_cache_bytes(config)
     if trainer.pipeline is not None:
         plan["pipeline"] = trainer.describe_pipeline()
     return plan
+
+
+def _count_cache_bytes(config: RunConfig) -> tuple[int, int]:
+    """Return the bytes that the server keeps for each token of a text, and for each text besides."""
+    make = build_model(config, config.precision.compute_dtype("gpu"))
+
+    def count(slots: int, pages: int) -> int:
+        room = CacheRoom(slots, config.train.sequence_length, pages, 1)
+        made = jax.eval_shape(lambda: make(nnx.Rngs(0)).make_shared_cache(room))
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
+
+    one = count(1, 1)
+    return count(1, 2) - one, count(2, 1) - one
 
 
 _MAX_CELLS = 16
@@ -131,6 +152,9 @@ def draw_plan(plan: LayoutPlan, show_sharding: bool = False) -> str:
         f"per step: {plan['tokens_per_step']:,} tokens, {plan['model_flops_per_step'] / 1e12:,.4g} model TFLOP, "
         f"{plan['model_flops_per_step_and_device'] / 1e12:,.4g} on each device",
     ]
+    parts = (("token", "cache_bytes_per_token"), ("text, whatever its length", "cache_bytes_per_text"))
+    kept = [f"{byte_size(plan[key])} per {of}" for of, key in parts if plan.get(key)]
+    lines += [f"a server keeps {' and '.join(kept)}"] if kept else []
     if pipeline := plan.get("pipeline"):
         lines += ["", *draw_pipeline(pipeline)]
     if roofline := plan.get("roofline"):

@@ -75,6 +75,17 @@ def test_cluster_need_not_be_there(tmp_path, capsys):
     assert plan["model_flops_per_step_and_device"] == pytest.approx(flops, rel=0.03)
 
 
+def test_a_server_keeps_keys_of_each_token_and_states_of_each_text():
+    layers = ["model.layer_types=[delta,full_attention]", "model.num_layers=4", "precision.compute=bfloat16"]
+    delta = {"num_heads": 4, "head_dim": 8, "num_key_heads": 2, "key_head_dim": 16}
+    config = load_config(None, [*SMALL, *layers, f"model.delta={delta}", "model.num_heads=4", "model.num_kv_heads=2"])
+    plan = describe_plan(config)
+    width = config.model.hidden_size // 4
+    assert plan["cache_bytes_per_token"] == 2 * 2 * 2 * width * 2
+    assert plan["cache_bytes_per_text"] == 2 * (4 * 16 * 8 * 4 + 3 * (2 * 2 * 16 + 4 * 8) * 2)
+    assert "a server keeps" in draw_plan(plan) and "KiB per text, whatever its length" in draw_plan(plan)
+
+
 @pytest.mark.longer
 def test_command_draws_mesh_shardings_and_schedule(tmp_path, capsys):
     file = tmp_path / "drawn.yaml"

@@ -10,6 +10,8 @@ for each key channel: [B, T, N, H] in place of [B, T, N].
 Dims: B batch, T length, D model, K key heads of H channels, N value heads of V channels, W taps.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -113,7 +115,7 @@ class GatedDeltaNet(nnx.Module):
             packed = [y.reshape(1, -1, *y.shape[2:]) for y in (q, k, v, beta, dt)]
             out, cache = decode_slots(self._decode, packed, cache, slots)
             out = out.reshape(v.shape)
-        out = (self.norm(out).astype(jnp.float32) * self._gate(z.astype(jnp.float32))).astype(out.dtype)
+        out = _times_gate(self.norm(out), z, self._gate)
         out = shard(out, "batch", "length", "act_heads", "act_head_dim")
         return apply_scattered(out, self.out_proj), cache
 
@@ -254,6 +256,15 @@ class GatedDeltaNet(nnx.Module):
         return 18.0 * kind.num_heads * kind.key_head_dim * kind.head_dim
 
 
+@partial(jax.checkpoint, static_argnums=2)  # its backward needs only what it is given, not float32 copies
+def _times_gate(
+    out: Float[Array, "B T N V"], z: Float[Array, "B T N V"], activation: Callable[[jax.Array], jax.Array]
+) -> Float[Array, "B T N V"]:
+    """Return out activation(z), computed in float32."""
+    return (out.astype(jnp.float32) * activation(z.astype(jnp.float32))).astype(out.dtype)
+
+
+@jax.checkpoint
 def _of_length_1(x: Float[Array, "B T K H"]) -> Float[Array, "B T K H"]:
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype)

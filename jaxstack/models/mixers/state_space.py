@@ -7,6 +7,7 @@ is multiplied by silu(z) and then normalized over the channels of its group.
 Dims: B batch, T length, D model, N heads, P channels of a head, G groups, S state size, W taps.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -238,16 +239,24 @@ class GroupsNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... N P"], gate: Float[Array, "... N P"]) -> Float[Array, "... N P"]:
-        wide = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
-        wide = wide.reshape(*x.shape[:-2], self.groups, -1, x.shape[-1])
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=(-2, -1), keepdims=True) + self.eps)
-        return (wide.reshape(x.shape) * self.scale[...]).astype(x.dtype)
+        return _normalize(x, gate, self.scale[...], self.groups, self.eps)
+
+
+@partial(jax.checkpoint, static_argnums=(3, 4))  # its backward needs only x and the gate, not float32 copies of them
+def _normalize(
+    x: Float[Array, "... N P"], gate: Float[Array, "... N P"], scale: Float[Array, "N P"], groups: int, eps: float
+) -> Float[Array, "... N P"]:
+    wide = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+    wide = wide.reshape(*x.shape[:-2], groups, -1, x.shape[-1])
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=(-2, -1), keepdims=True) + eps)
+    return (wide.reshape(x.shape) * scale).astype(x.dtype)
 
 
 def _per_head(value: Float[Array, " N"]) -> nnx.Param:
     return nnx.Param(value, logical_axes=("heads",))
 
 
+@jax.checkpoint
 def _add_skip(y: Float[Array, "B T N P"], x: Float[Array, "B T N P"], skip: Float[Array, " N"]) -> jax.Array:
     """Return y + skip x in the dtype of y."""
     return (y.astype(jnp.float32) + skip[:, None] * x.astype(jnp.float32)).astype(y.dtype)
