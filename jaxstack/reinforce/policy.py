@@ -508,9 +508,14 @@ def token_log_probabilities(
         that the other tokens, those of the prompt, need no logits; None: they may be anywhere.
       with_losses: see `Transformer.hidden_and_sums`.
     """
-    inputs = {name: batch.get(name) for name in ("positions", "segment_ids", "experts")}
-    segments = inputs["segment_ids"]
-    hidden, sums = model.hidden_and_sums(batch["tokens"], **inputs, with_losses=with_losses)
+    segments = batch.get("segment_ids")
+    hidden, sums = model.hidden_and_sums(
+        batch["tokens"],
+        positions=batch.get("positions"),
+        segment_ids=segments,
+        experts=batch.get("experts"),
+        with_losses=with_losses,
+    )
     if temperature != 1:
         hidden = hidden / temperature
     with jax.named_scope("loss"):
