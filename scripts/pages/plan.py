@@ -163,7 +163,9 @@ def compiled() -> str:
         layers = f" of {config.model.num_layers} layers" if any("num_layers" in o for o in row["overrides"]) else ""
         shape = f"{config.train.global_batch_size} x {config.train.sequence_length}"
         scanned = "" if config.model.scan_layers else ", unrolled"
-        named = [f"{config.model.preset}{layers}, {shape}", describe_degrees(config) + scanned]
+        kinds = ", ".join(dict.fromkeys(config.model.layer_types))
+        model = config.model.preset or f"layers {kinds}, width {config.model.hidden_size}"
+        named = [f"{model}{layers}, {shape}", describe_degrees(config) + scanned]
         sizes = [f"{size / 2**30:.1f}" for size in (found, row["predicted_bytes"])]
         lines.append([*named, *sizes, f"{100 * errors[-1]:+.1f}"])
     titles = ["work", "layout", "planner GiB", "compiler GiB", "difference %"]

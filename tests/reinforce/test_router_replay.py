@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxstack.models.moe.router import ROUTER
 from jaxstack.reinforce.config import SamplerConfig
@@ -64,6 +65,7 @@ def log_probabilities(model, batch: dict[str, Any], experts: np.ndarray | None =
     return np.asarray(found), sums[ROUTER]
 
 
+@pytest.mark.longer
 def test_recorded_experts_are_those_of_the_model():
     """In float32 all tokens of prompts and answers, prompts in shared pages included, have the model's own experts."""
     trainer, prompts, answers = sampled(np.float32)

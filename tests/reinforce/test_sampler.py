@@ -12,6 +12,7 @@ from jaxstack.reinforce.sampler import Answer, Sampler
 from tests.small_runs import VOCABULARY, make_trainer, small_config
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("scan", ["true", "false"])
 def test_answers_share_the_tokens_of_their_prompt(scan):
     trainer = make_trainer(small_config(f"model.scan_layers={scan}", "model.num_kv_heads=4"))

@@ -101,6 +101,7 @@ def _equal_decays(self, dt, beta, a_log, dt_bias):
     return jnp.broadcast_to(log_decay.mean(-1, keepdims=True), log_decay.shape), beta
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("name", "value"),
     [("_gate", staticmethod(jax.nn.silu)), ("_gates", _equal_decays)],
