@@ -28,6 +28,9 @@ class ModelShape:
       hidden: width of the residual stream.
       query: heads x head_dim.
       key: kv_heads x head_dim.
+      key_source: numbers of a token from which keys and values can be computed where they are needed, such as those of a
+        latent; 0 without such. As a mean over layers, as are `query` and `key`.
+      expansion: parameters that compute keys and values from these.
       heads: number of query heads.
       head_dim: width of a head.
       feed_forward: width of a dense feed-forward sublayer.
@@ -57,6 +60,8 @@ class ModelShape:
     hidden: int
     query: int
     key: int
+    key_source: int
+    expansion: int
     heads: int
     head_dim: int
     feed_forward: int
@@ -119,6 +124,9 @@ def model_shape(model: ModelConfig) -> ModelShape:
     heads = [model.heads(layer) for layer in layers_in_training(model)]
     query = sum(spec.num_heads * spec.head_dim for spec in heads) // layers
     key = sum(spec.num_kv_heads * spec.head_dim for spec in heads) // layers
+    mixers = [layer.mixer for layer in layers_in_training(model) if layer.mixer is not None]
+    sources = [mixer.key_source(model.num_heads) for mixer in mixers]
+    source, expansion = (sum(sizes) // layers for sizes in zip(*sources, strict=True))
     dense_layers = kinds.count("dense") + kinds.count("both")
     mixtures = kinds.count("experts") + kinds.count("both")
     expert = d * model.expert_size * inner if moe else 0
@@ -135,6 +143,8 @@ def model_shape(model: ModelConfig) -> ModelShape:
         hidden=d,
         query=query,
         key=key,
+        key_source=source,
+        expansion=expansion,
         heads=model.num_heads,
         head_dim=model.width_per_head,
         feed_forward=width,

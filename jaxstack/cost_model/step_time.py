@@ -328,20 +328,41 @@ class StepModel:
         - all-to-all where it sends less than all-gathers: queries, keys, values and outputs in both passes;
         - all-gather: keys and values in both passes, and a reduce-scatter of their gradients in float32. Attention
           needs all of them, so that nothing is hidden.
+
+        Where keys and values come from a latent, ring and all-gather send the latent if that takes less time: what
+        arrives is expanded once in the forward, and in the backward once more and with gradients. All-to-all is then
+        chosen if it is faster than the all-gather.
         """
         model = self._collective_model
         group = groups["context"]
         shape = self.shape
         rows = microbatch_tokens_per_device(layouts, self.tokens)
         devices = group.size
-        keys, queries = (rows * 2 * width / layouts["tensor"] for width in (shape.key, shape.query))
-        sent = np.maximum(devices - 1, 0) * (2 * model.send(2 * keys, group) + model.send(4 * keys, group))
-        ring = np.maximum(sent - compute, 0) + 0.1 * np.minimum(sent, compute)
+        hops = np.maximum(devices - 1, 0)
+        tensor = layouts["tensor"]
+        keys, queries = (rows * 2 * width / tensor for width in (shape.key, shape.query))
+
+        def ring(size: Floats, expansion: Floats) -> Floats:
+            sent = hops * (2 * model.send(size, group) + model.send(2 * size, group))
+            busy = compute + expansion
+            return expansion + np.maximum(sent - busy, 0) + 0.1 * np.minimum(sent, busy)
+
+        def gathered(size: Floats, expansion: Floats) -> Floats:
+            whole = size * devices
+            return 2 * model.all_gather(whole, group) + model.reduce_scatter(2 * whole, group) + expansion
+
+        nothing = np.zeros(len(layouts))
         exchanged = 2 * model.all_to_all(2 * (queries + keys), group)
-        gathered = 2 * model.all_gather(2 * keys * devices, group) + model.reduce_scatter(4 * keys * devices, group)
-        long = self.length / devices * shape.query / shape.key >= OVERLAP_LENGTH
         fewer = (shape.query + shape.key < shape.key * devices) & (shape.key // shape.head_dim % devices == 0)
-        return np.select([devices == 1, long, fewer], [0.0, ring, exchanged], gathered)
+        in_ring, gathering = ring(2 * keys, nothing), gathered(2 * keys, nothing)
+        if shape.key_source:
+            expansion = hops * rows * 4 * 2 * shape.expansion / tensor / self._rate(layouts, nothing + shape.key_source)
+            source = rows * 2 * shape.key_source + nothing
+            in_ring = np.minimum(in_ring, ring(source, expansion))
+            gathering = np.minimum(gathering, gathered(source, expansion))
+            fewer = (exchanged < gathering) & (shape.heads % devices == 0)
+        long = self.length / devices * shape.query / shape.key >= OVERLAP_LENGTH
+        return np.select([devices == 1, long, fewer], [0.0, in_ring, exchanged], gathering)
 
     def _expert_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
         """Return the seconds of the all-to-alls for a stage's experts: two forward, two backward, one if recomputed."""

@@ -223,6 +223,17 @@ class Mixer(Component):
         """Return True if context parallelism needs the query heads to divide evenly among its devices."""
         return True
 
+    def key_source(self, heads: int) -> tuple[int, int]:
+        """Return how many numbers of a token context parallelism may send in place of keys and values, or 0.
+
+        Args:
+          heads: number of query heads.
+
+        Returns:
+          That number, and how many parameters compute keys and values from it.
+        """
+        return 0, 0
+
     def length_problem(self, chunk: int) -> str | None:
         """Return why context parallelism cannot split sequences into parts of `chunk` tokens, or None."""
         return None

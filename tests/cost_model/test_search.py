@@ -226,6 +226,18 @@ def test_attention_over_context_pays_for_the_method_that_it_chooses():
     assert 0 < exchanged < 12 * 8 * keys * 7 / (0.68 * 450e9), "less than all-gathers send"
 
 
+def test_attention_over_context_sends_latents_where_they_arrive_earlier():
+    """DeepSeek V2 Lite: 576 numbers a token in place of 2 x 16 x 192, and the expansion of 512 to 16 x 256 on arrival."""
+    sizes = ["model.preset=deepseek-v2-lite", "model.num_layers=4", "model.moe.first_k_dense_replace=4"]
+    sizes += ["train.global_batch_size=16", "train.sequence_length=4096"]
+    added = exposed(*sizes, "parallel.context=2", gpus=2) - exposed(*sizes, "parallel.fsdp=2", gpus=2)
+    tokens = 4 * 16 * 2048  # of the other device, in four layers
+    transfer = tokens * (2 * 2 + 4) * 576 / (0.68 * 450e9)
+    expansion = tokens * 4 * 2 * 512 * 16 * 256 / 600e12
+    assert transfer < added < transfer + 2 * expansion
+    assert added < 0.4 * tokens * (2 * 2 + 4) * 2 * 16 * 192 / (0.68 * 450e9), "than keys and values would take"
+
+
 @pytest.mark.parametrize(
     ("chosen", "share"),
     [

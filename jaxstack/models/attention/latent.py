@@ -44,6 +44,10 @@ class LatentAttention(Mixer):
     def context_parallel_problem(self, method: str | None) -> str | None:
         return None
 
+    def key_source(self, heads: int) -> tuple[int, int]:
+        expanded = heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank * expanded
+
     def exchanges_heads(self, method: str | None) -> bool:
         return method == "all_to_all"
 
