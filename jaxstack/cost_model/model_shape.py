@@ -28,8 +28,8 @@ class ModelShape:
       hidden: width of the residual stream.
       query: heads x head_dim.
       key: kv_heads x head_dim.
-      key_source: numbers of a token from which keys and values can be computed where they are needed, such as those of a
-        latent; 0 without such. As a mean over layers, as are `query` and `key`.
+      key_source: numbers of a token, such as a latent's, from which keys and values can be computed where they are
+        needed; 0 if there are none. A mean over layers, as are `query` and `key`.
       expansion: parameters that compute keys and values from these.
       heads: number of query heads.
       head_dim: width of a head.

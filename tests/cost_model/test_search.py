@@ -227,7 +227,7 @@ def test_attention_over_context_pays_for_the_method_that_it_chooses():
 
 
 def test_attention_over_context_sends_latents_where_they_arrive_earlier():
-    """DeepSeek V2 Lite: 576 numbers a token in place of 2 x 16 x 192, and the expansion of 512 to 16 x 256 on arrival."""
+    """DeepSeek V2 Lite: 576 numbers a token, not 2 x 16 x 192, and the expansion of 512 to 16 x 256 on arrival."""
     sizes = ["model.preset=deepseek-v2-lite", "model.num_layers=4", "model.moe.first_k_dense_replace=4"]
     sizes += ["train.global_batch_size=16", "train.sequence_length=4096"]
     added = exposed(*sizes, "parallel.context=2", gpus=2) - exposed(*sizes, "parallel.fsdp=2", gpus=2)
