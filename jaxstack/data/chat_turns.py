@@ -6,16 +6,19 @@ messages, which the template writes as a suffix. Nothing that was sampled is tok
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxstack.data.chat_format import ChatError
-from jaxstack.data.chat_template import ChatTemplate
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.data.tool_calls import EXAMPLE, ToolCall, ToolFormat, derive_format, describe_calls
 from jaxstack.errors import ConfigError
 
+if TYPE_CHECKING:  # it needs the optional dependency jinja2
+    from jaxstack.data.chat_template import ChatTemplate
+
 _QUESTION = {"role": "user", "content": "question"}
-_REASONING, _WORDS = "reasoning 5512", "words 9034"
+_REASONING = "reasoning 5512"
+_WORDS = "words 9034"
 _CONTENTS = (f"<think>\n{_REASONING}\n</think>\n\n{_WORDS}", _WORDS)
 """Answers after reasoning, which some templates leave out once a chat goes on, and without it."""
 _WAY_OUT = "give another template (data.chat.template)"
@@ -38,27 +41,27 @@ class ChatTurns:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        template: "ChatTemplate | None",
         stop_tokens: Collection[int],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         texts: bool = False,
     ):
         self._tokenizer = tokenizer
-        self._template = template
-        self._tools = list(tools) or None
-        self._stops = {text: i for text, i in tokenizer.special_tokens.items() if i in stop_tokens}
+        self._tools = tools
+        self._written: _WrittenChats | None = None
         self._format: ToolFormat | None = None
         if template is None:
             if tools:
                 raise ConfigError("tools need a chat template, which tells the model of them; set data.chat.template.")
             return
+        self._written = _WrittenChats(tokenizer, template, stop_tokens, tools)
         try:
             if tools:
-                self._format = self._derive_format(template)
-                self._check(template, [EXAMPLE], EXAMPLE.as_reply(0, "12"))
+                self._format = self._written.tool_format()
+                self._written.check([EXAMPLE], EXAMPLE.as_reply(0, "12"))
             if texts:
-                self._check(template, [], {"role": "user", "content": "and then?"})
+                self._written.check([], {"role": "user", "content": "and then?"})
         except ChatError as error:
             raise ConfigError(f"{error}; {_WAY_OUT}.") from None
 
@@ -80,11 +83,11 @@ class ChatTurns:
           ChatError: the template refuses them.
         """
         plain = [{**message, "content": self._without_marks(str(message.get("content", "")))} for message in messages]
-        if self._template is None:
+        if self._written is None:
             return tuple(map(int, self._tokenizer.encode("".join(message["content"] for message in plain))))
-        known = [_name_of(tool) for tool in self._tools or ()]
+        known = [_name_of(tool) for tool in self._tools]
         calls = [ToolCall(name if name in known else known[0], EXAMPLE.arguments) for name in called]
-        end, suffix = self._go_on(self._template, calls, plain).after
+        end, suffix = self._written.go_on(calls, plain).after
         # Encoded with the end token before it, as some tokenizers encode the beginning of a text in another way.
         ids = self._tokenizer.encode_marked([end + suffix])[0][0]
         return tuple(map(int, ids[1:]))
@@ -95,9 +98,42 @@ class ChatTurns:
             text = text.replace(found, "")
         return text
 
-    def _go_on(
+
+def read_tool_format(
+    tokenizer: Tokenizer, template: "ChatTemplate", stop_tokens: Collection[int], tools: Sequence[Mapping[str, Any]]
+) -> ToolFormat:
+    """Return the format in which a chat template writes tool calls.
+
+    Args:
+      tokenizer, template, stop_tokens: as in `ChatTurns`.
+      tools: the tools, of which the template has to tell the model.
+
+    Raises:
+      ChatError: it writes none, or in a form that is not known, or does not tell the model of the tools.
+    """
+    return _WrittenChats(tokenizer, template, stop_tokens, tools).tool_format()
+
+
+class _WrittenChats:
+    """Example chats as a template writes them, from which its habits are read.
+
+    Args:
+      tokenizer, template, stop_tokens, tools: as in `ChatTurns`.
+    """
+
+    def __init__(
         self,
-        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        template: "ChatTemplate",
+        stop_tokens: Collection[int],
+        tools: Sequence[Mapping[str, Any]],
+    ):
+        self._template = template
+        self._tools = [{**tool} for tool in tools] or None
+        self._stops = {text for text, i in tokenizer.special_tokens.items() if i in stop_tokens}
+
+    def go_on(
+        self,
         calls: Sequence[ToolCall],
         replies: Sequence[Mapping[str, Any]],
         contents: Sequence[str] = _CONTENTS,
@@ -110,11 +146,11 @@ class ChatTurns:
         turn: dict[str, Any] = {"role": "assistant", "content": contents[0]}
         if calls:
             turn["tool_calls"] = describe_calls(calls)
-        asked = template.render([_QUESTION], self._tools, prompt=True)
-        full = template.render([_QUESTION, turn, *replies], self._tools, prompt=True)
+        asked = self._template.render([_QUESTION], self._tools, prompt=True)
+        full = self._template.render([_QUESTION, turn, *replies], self._tools, prompt=True)
         if not full.startswith(asked):
             if contents[1:]:
-                return self._go_on(template, calls, replies, contents[1:])
+                return self.go_on(calls, replies, contents[1:])
             raise ChatError("the chat template begins an answer in another way once the chat goes on")
         rest = full[len(asked) :]
         places = {end: rest.find(end) for end in self._stops if end in rest}
@@ -124,7 +160,7 @@ class ChatTurns:
         answer = rest[: places[end]]
         return _Example(turn, full, answer, (end, rest[len(answer) + len(end) :]))
 
-    def _derive_format(self, template: ChatTemplate) -> ToolFormat:
+    def tool_format(self) -> ToolFormat:
         """Return the format of the template's tool calls.
 
         Raises:
@@ -132,53 +168,37 @@ class ChatTurns:
         """
         replies = [EXAMPLE.as_reply(number, "12") for number in range(2)]
         contents = ("", *_CONTENTS)
-        one = self._go_on(template, [EXAMPLE], replies[:1], contents).answer
+        one = self.go_on([EXAMPLE], replies[:1], contents).answer
         if EXAMPLE.name not in one:
             raise ChatError("the chat template does not write tool calls")
         try:
-            two = self._go_on(template, [EXAMPLE] * 2, replies, contents).answer
+            two = self.go_on([EXAMPLE] * 2, replies, contents).answer
         except ChatError:
             two = ""
         found = derive_format(one, two if two.count(EXAMPLE.name) == 2 else None)
         if found is None:
             raise ChatError(f"the chat template writes tool calls in a form that is not known, {one!r}")
-        described = template.render([_QUESTION], [{**tool} for tool in self._tools or ()], prompt=True)
+        described = self._template.render([_QUESTION], self._tools, prompt=True)
         missing = [name for tool in self._tools or () if (name := _name_of(tool)) not in described]
         if missing:
             raise ChatError(f"the chat template does not tell the model of the tool {missing[0]}")
         return found
 
-    def _check(self, template: ChatTemplate, calls: Sequence[ToolCall], reply: Mapping[str, Any]) -> None:
+    def check(self, calls: Sequence[ToolCall], reply: Mapping[str, Any]) -> None:
         """Check that the text of a chat with one more turn begins with the text before, reasoning included.
 
         Raises:
           ChatError: it does not.
         """
-        once = self._go_on(template, calls, [reply])
-        twice = self._go_on(template, calls, [reply, once.turn, reply])
+        once = self.go_on(calls, [reply])
+        twice = self.go_on(calls, [reply, once.turn, reply])
         kind = "tool calls" if calls else "messages of the user"
-        reasons, speaks = (text in once.text for text in (_REASONING, _WORDS))
+        reasons = _REASONING in once.text
+        speaks = _WORDS in once.text
         if not twice.text.startswith(once.text) or not (speaks or calls):
             raise ChatError(f"the chat template writes earlier turns in another way once {kind} follow them")
         if speaks and not reasons and _REASONING in once.turn["content"]:
             raise ChatError(f"the chat template leaves the reasoning out of an answer once {kind} follow it")
-
-
-def read_tool_format(
-    tokenizer: Tokenizer, template: ChatTemplate, stop_tokens: Collection[int], tools: Sequence[Mapping[str, Any]]
-) -> ToolFormat:
-    """Return the format in which a chat template writes tool calls.
-
-    Args:
-      tokenizer, template, stop_tokens: as in `ChatTurns`.
-      tools: the tools, of which the template has to tell the model.
-
-    Raises:
-      ChatError: it writes none, or in a form that is not known, or does not tell the model of the tools.
-    """
-    turns = ChatTurns(tokenizer, template, stop_tokens)
-    turns._tools = list(tools)
-    return turns._derive_format(template)
 
 
 @dataclasses.dataclass(frozen=True)

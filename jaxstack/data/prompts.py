@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxstack.data.chat_format import ChatError
+from jaxstack.data.chat_turns import ChatTurns
 from jaxstack.data.config import DataConfig, SourceConfig
 from jaxstack.data.fingerprint import list_sources
 from jaxstack.data.read_documents import Piece, read_records, split_score
@@ -19,9 +20,8 @@ from jaxstack.data.streams import choose_tokenizer, import_chat
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
 
-if TYPE_CHECKING:  # they need the optional dependency jinja2
+if TYPE_CHECKING:  # it needs the optional dependency jinja2
     from jaxstack.data.chat_template import ChatTemplate
-    from jaxstack.data.chat_turns import ChatTurns
 
 Report = Callable[[str], None]
 
@@ -58,7 +58,7 @@ class Prompts:
     def __init__(
         self,
         encode: "_Encoder",
-        turns: "ChatTurns",
+        turns: ChatTurns,
         stop_tokens: frozenset[int],
         train: Sequence[Prompt],
         held_out: Sequence[Prompt],
@@ -150,8 +150,6 @@ def open_prompts(
         report(chats.warning)
     encode = _Encoder(tokenizer, chats.template, tools)
     stop_tokens |= encode.stop_tokens
-    from jaxstack.data.chat_turns import ChatTurns  # needs jinja2, which `import_chat` has found
-
     turns = ChatTurns(tokenizer, chats.template, stop_tokens, tools, texts=texts)
     limit = _Limit(config.chat.too_long == "drop", longest)
     fraction = 0.0 if config.held_out else config.held_out_fraction

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from jaxstack.data.chat_turns import read_tool_format
 from jaxstack.data.config import ChatConfig
 from jaxstack.data.streams import import_chat
 from jaxstack.data.tokenizer import Tokenizer
@@ -58,8 +59,6 @@ class ChatFormatter:
         Raises:
           ConfigError: the template does not tell the model of tools, or has another form of calls than the known ones.
         """
-        from jaxstack.data.chat_turns import read_tool_format  # needs jinja2, which `import_chat` has found
-
         try:
             return read_tool_format(self._tokenizer, self._template, {*ends, *self.stop_tokens}, tools.described)
         except JaxstackError as error:
