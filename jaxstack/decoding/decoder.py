@@ -5,12 +5,13 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 from jaxtyping import Int
 
+from jaxstack.decoding.cache_room import cache_bytes, check_memory
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh, Params
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.step import Programs, cache_bytes, check_memory
+from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import ChunkShape, StepShapes
 from jaxstack.errors import ConfigError
 from jaxstack.models.layer import CacheRoom

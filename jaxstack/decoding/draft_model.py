@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxstack.decoding.cache_room import copy_row, make_cache, row_axes
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.logit_changes import LogitChanges, change_logits, count_tokens
 from jaxstack.decoding.rows import Column, Pages, RecentTokens, decode_rows, pack_rows, page_counts, rows_at_step
 from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
 from jaxstack.decoding.scores import pack_scores
-from jaxstack.decoding.step import Programs, copy_row, limit_vocabulary, make_cache, row_axes, sampling_of
+from jaxstack.decoding.step import Programs, limit_vocabulary, sampling_of
 from jaxstack.errors import ConfigError
 from jaxstack.models.layer import CacheRoom
 from jaxstack.parallel.sharding_context import logical_axis_rules

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 from jaxtyping import Int
 
+from jaxstack.decoding.cache_room import choose_room, shares_pages
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.draft_model import DraftPrograms
@@ -25,7 +26,7 @@ from jaxstack.decoding.runner import DraftRunner, EngineState, EngineStats, Runn
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.schedule import Scheduler
 from jaxstack.decoding.scores import MOST_LIKELIEST
-from jaxstack.decoding.step import Programs, choose_room, shares_pages
+from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import StepShapes, chunk_shapes, decode_batch_sizes
 from jaxstack.errors import ConfigError, JaxstackError, memory_shortage
 

@@ -16,10 +16,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxstack.decoding.cache_room import make_cache
 from jaxstack.decoding.decode import Params, cast_matrices
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.rows import Column, Pages, RecentTokens, RowTokens, pack_rows, sampled_states, split_packed
-from jaxstack.decoding.step import Programs, make_cache
+from jaxstack.decoding.step import Programs
 from jaxstack.models.layer import CacheRoom, Context, LayerCache
 from jaxstack.models.transformer import Transformer
 from jaxstack.module_arrays.module import ModuleArrays

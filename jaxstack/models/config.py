@@ -15,7 +15,7 @@ from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.attention import AnyAttention, SoftmaxAttention
 from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
 from jaxstack.models.attention.latent import LatentAttention
-from jaxstack.models.layer import Layer, Mixer
+from jaxstack.models.layer import LAYER_TYPES, Layer, Mixer
 from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.norm import NORMS
 from jaxstack.models.recurrent import GatedDelta, KimiDelta, StateSpace
@@ -25,47 +25,6 @@ from jaxstack.parallel.config import MIXTURE
 MOST_PREDICTION_LAYERS = 16
 """Largest `ModelConfig.num_nextn_predict_layers`."""
 _SOFTMAX_KINDS = ("softmax", "longformer", "block_sparse")
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerType:
-    """Meaning of a name in `ModelConfig.layer_types`.
-
-    Attributes:
-      mixer: name of the key of `ModelConfig` that configures its token mixer; None: it has none.
-      windowed: True if a token sees the last `ModelConfig.sliding_window` tokens only.
-      chunked: True if a token sees its own chunk of `ModelConfig.attention_chunk_size` positions only.
-      rotates: False leaves queries and keys without rotary positions.
-      feed_forward: True if it has a feed-forward sublayer.
-      dense: True if that is never a mixture of experts.
-      normalizes_inputs: True if the inputs of its sublayers are normalized, and their outputs not, whatever the model's
-        `pre_norms` and `post_norms` say.
-    """
-
-    mixer: str | None = "attention"
-    windowed: bool = False
-    chunked: bool = False
-    rotates: bool = True
-    feed_forward: bool = True
-    dense: bool = False
-    normalizes_inputs: bool = False
-
-
-LAYER_TYPES = {
-    "full_attention": LayerType(),
-    "sliding_attention": LayerType(windowed=True),
-    "chunked_attention": LayerType(chunked=True),
-    "full_attention_no_rope": LayerType(rotates=False),
-    "attention_only": LayerType(feed_forward=False),
-    "feed_forward_only": LayerType(mixer=None),
-    "mlp_only": LayerType(mixer=None, dense=True),
-    "delta": LayerType(mixer="delta", rotates=False),
-    "delta_pre_norms": LayerType(mixer="delta", rotates=False, normalizes_inputs=True),
-    "kda": LayerType(mixer="kda", rotates=False),
-    "ssd": LayerType(mixer="ssd", rotates=False),
-    "ssd_only": LayerType(mixer="ssd", rotates=False, feed_forward=False),
-}
-"""The types of layers by the name that `ModelConfig.layer_types` has for them."""
 
 
 LayerKind = tuple[str, bool, Literal["keeps", "reuses"] | None]

@@ -8,13 +8,14 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxstack.decoding.cache_room import has_pages, shares_pages
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh, cast_matrices, cast_shapes
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.expert_programs import ExpertPrograms
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.step import ScoredPrograms, has_pages, shares_pages
+from jaxstack.decoding.step import ScoredPrograms
 from jaxstack.decoding.step_shapes import ChunkShape, StepShapes
 from jaxstack.errors import ConfigError
 from jaxstack.models import Transformer

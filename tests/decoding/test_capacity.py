@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from jaxstack.decoding import step
+from jaxstack.decoding import cache_room
+from jaxstack.decoding.cache_room import cache_bytes
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.engine import Engine
-from jaxstack.decoding.step import cache_bytes
 from jaxstack.errors import ConfigError, JaxstackError
 from tests.serve.tiny import open_tiny
 
@@ -15,23 +15,23 @@ MEMORY = 4_000_000
 
 
 def test_more_requests_than_fit_are_refused_with_the_largest_number_that_fits(monkeypatch):
-    monkeypatch.setattr(step, "memory_per_device", lambda: MEMORY)
+    monkeypatch.setattr(cache_room, "memory_per_device", lambda: MEMORY)
     model = open_tiny()
     with pytest.raises(ConfigError, match=r"engine\.slots\) take at least .* set engine\.slots to at most") as refused:
-        step.choose_room([model], EngineConfig(slots=2000))
+        cache_room.choose_room([model], EngineConfig(slots=2000))
     found = re.search(r"at most ([\d,]+)", str(refused.value))
     assert found is not None
     most = int(found[1].replace(",", ""))
-    room = step.choose_room([model], EngineConfig(slots=most))
+    room = cache_room.choose_room([model], EngineConfig(slots=most))
     assert cache_bytes(model, room) + model.weight_bytes + most * 257 * 12 <= MEMORY
     with pytest.raises(ConfigError, match="set engine.slots to at most"):
-        step.choose_room([model], EngineConfig(slots=most + 5))
+        cache_room.choose_room([model], EngineConfig(slots=most + 5))
 
 
 def test_few_requests_leave_the_cache_its_share(monkeypatch):
     model = open_tiny()
-    monkeypatch.setattr(step, "memory_per_device", lambda: model.weight_bytes + 500_000)
-    room = step.choose_room([model], EngineConfig(slots=16))
+    monkeypatch.setattr(cache_room, "memory_per_device", lambda: model.weight_bytes + 500_000)
+    room = cache_room.choose_room([model], EngineConfig(slots=16))
     used = cache_bytes(model, room)
     share = (0.9 * (model.weight_bytes + 500_000) - model.weight_bytes) / 2  # half, on a CPU
     assert share - cache_bytes(model, room._replace(pages=2)) <= used <= share

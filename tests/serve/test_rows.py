@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxstack.decoding.cache_room import make_cache
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.engine import Engine, _halves_from
 from jaxstack.decoding.rows import Column, run_rows
-from jaxstack.decoding.step import make_cache
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.layer import CacheRoom

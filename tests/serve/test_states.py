@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxstack.decoding import step
+from jaxstack.decoding import cache_room
+from jaxstack.decoding.cache_room import cache_bytes
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.step import cache_bytes
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig
 from jaxstack.models.layer import CacheRoom
@@ -59,8 +59,8 @@ def test_snapshots_get_a_part_of_the_memory_that_slots_leave(monkeypatch):
     slots = cache_bytes(model, CacheRoom(8, 128, 0, 16))
 
     def room(free: int, snapshots: int | None = None) -> CacheRoom:
-        monkeypatch.setattr(step, "memory_per_device", lambda: 2 * (model.weight_bytes + slots + 2 * free))
-        return step.choose_room([model], config.model_copy(update={"snapshots": snapshots}))
+        monkeypatch.setattr(cache_room, "memory_per_device", lambda: 2 * (model.weight_bytes + slots + 2 * free))
+        return cache_room.choose_room([model], config.model_copy(update={"snapshots": snapshots}))
 
     assert room(100 * one).snapshots == 8, "as many as slots"
     few = room(13 * one)

@@ -6,9 +6,10 @@ from typing import Any
 
 from jaxstack.config.loader import build_component
 from jaxstack.errors import ConfigError
-from jaxstack.models.config import LAYER_TYPES, ModelConfig
+from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.config_fields import Row
 from jaxstack.models.huggingface.tensors import Tensor
+from jaxstack.models.layer import LAYER_TYPES
 
 HARMLESS = frozenset(
     # Names of files and classes, the program that wrote them, and the dtype.

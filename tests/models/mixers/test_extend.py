@@ -11,10 +11,9 @@ from jaxtyping import Array, Float
 
 from jaxstack.models import ModelConfig, count_parameters
 from jaxstack.models.attention.slot_cache import decode_slots
-from jaxstack.models.config import LAYER_TYPES, LayerType
 from jaxstack.models.count import model_flops_per_token
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.layer import Layer, Mixer, ParameterCount
+from jaxstack.models.layer import LAYER_TYPES, Layer, LayerType, Mixer, ParameterCount
 from jaxstack.models.linear import Linear
 from jaxstack.models.mixers import MIXERS
 from tests.models.test_layers import SHAPE, make, serve_and_compare

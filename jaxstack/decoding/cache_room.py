@@ -1,0 +1,180 @@
+"""The engine's cache of keys, values and states: its shapes, its bytes, and how much of it fits the devices' memory."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+from jaxtyping import Array, Int, PyTree
+
+from jaxstack.decoding.config import EngineConfig
+from jaxstack.decoding.decode import ModelOnMesh, Params
+from jaxstack.decoding.rows import Pages
+from jaxstack.distributed.device_setup import memory_per_device
+from jaxstack.errors import ConfigError
+from jaxstack.models.attention.paged_cache import PagedKeys
+from jaxstack.models.layer import CacheRoom
+from jaxstack.observe.number_format import byte_size
+from jaxstack.parallel.sharding_context import logical_axis_rules
+
+_DEFAULT_CONTEXT = 4096
+_LOGITS_COPIES = 3
+"""Float32 arrays of the size of the logits that sampling holds at least: the logits, sorted logits and their ids."""
+
+
+def cache_bytes(model: ModelOnMesh, room: CacheRoom) -> int:
+    """Return the size in bytes of a model's cache, summed over all layers and devices."""
+    made = cache_shapes(model, room)
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
+
+
+def shares_pages(model: ModelOnMesh) -> bool:
+    """Return True if every layer keeps its cache in pages.
+
+    Otherwise some keep a state of fixed size for each sequence, which only moves forward: sequences with a common
+    prefix share snapshots of it, it cannot take back draft tokens, and takes the chunks of a prompt one after another.
+    """
+    axes = row_axes(partial(cache_shapes, model), CacheRoom(1, 1, 1, 1))
+    return all(axis < 0 for axis in jax.tree.leaves(axes))
+
+
+def has_pages(model: ModelOnMesh) -> bool:
+    """Return True if a layer keeps its cache in pages."""
+    return any(isinstance(layer, PagedKeys) for layer in cache_shapes(model, CacheRoom(1, 1, 1, 1)))
+
+
+def row_axes(make: Callable[[CacheRoom], Pages], room: CacheRoom) -> PyTree[int]:
+    """Return the dim of each array of a cache that has a row for each sequence; -1: none, as it has pages.
+
+    Args:
+      make: returns the shapes of the cache of a given size.
+    """
+
+    def axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
+        return next((i for i, sizes in enumerate(zip(one.shape, two.shape, strict=True)) if len({*sizes}) > 1), -1)
+
+    return jax.tree.map(axis, make(room), make(room._replace(snapshots=room.snapshots + 1)))
+
+
+def copy_row(axes: PyTree[int], source: Int[Array, ""], target: Int[Array, ""], pages: Pages) -> Pages:
+    """Copy a row of the caches of fixed size, in the dims `axes`, to another row; return the cache."""
+
+    def copy(axis: int, x: jax.Array) -> jax.Array:
+        if axis < 0:
+            return x
+        row = jax.lax.dynamic_index_in_dim(x, source, axis)
+        return jax.lax.dynamic_update_index_in_dim(x, row, target, axis)
+
+    return jax.tree.map(copy, axes, pages)
+
+
+def cache_shapes(model: ModelOnMesh, room: CacheRoom) -> Pages:
+    """Return the shapes of a model's cache."""
+
+    def make(params: Params, non_params: Params) -> Pages:
+        return make_cache(model, params, non_params, room)
+
+    return jax.eval_shape(make, model.params, model.non_params)
+
+
+def make_cache(model: ModelOnMesh, params: Params, non_params: Params, room: CacheRoom) -> Pages:
+    """Return an empty cache for all layers of a model. To be called in a jitted function.
+
+    Raises:
+      ValueError: the model's attention has no cache.
+    """
+    with logical_axis_rules(model.rules):
+        return model.module.merge(params, non_params).make_shared_cache(room)
+
+
+def choose_room(
+    models: Sequence[ModelOnMesh], config: EngineConfig, further: Callable[[CacheRoom], int] = lambda room: 0
+) -> CacheRoom:
+    """Choose the sizes of the cache: the token limit of a request and the number of pages that fit into device memory.
+
+    Args:
+      models: the model and, if there is one, its draft model, whose pages have the same numbers.
+      config: sizes that are set.
+      further: bytes of other caches.
+
+    Raises:
+      ConfigError: a model cannot be served, or the weights leave no memory for the cache or for so many requests.
+    """
+    limit = min((model.context_length for model in models if model.context_length is not None), default=None)
+    context = config.context or limit or _DEFAULT_CONTEXT
+    if limit is not None and context > limit:
+        raise ConfigError(f"engine.context ({context}) exceeds the model's max_position_embeddings ({limit}).")
+    size = config.page_size
+    pages = config.pages or config.slots * -(-context // size)
+    room = CacheRoom(config.slots, context, pages, size)
+    try:
+        rooms = [room._replace(pages=1), room._replace(pages=2), room._replace(pages=1, snapshots=1)]
+        one, *larger = (sum(cache_bytes(model, small) for model in models) + further(small) for small in rooms)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    per_page, per_snapshot = (size_of - one for size_of in larger)
+    snapshots = config.slots if config.snapshots is None else config.snapshots
+    if not per_snapshot or not config.prefix_cache:
+        snapshots = 0
+    per_slots = one - per_page
+    if config.snapshots is not None:
+        per_slots += per_snapshot * snapshots
+    available = memory_per_device()
+    if available is not None:
+        total = available * models[0].rules.mesh.size
+        weights = sum(model.weight_bytes for model in models)
+        sampling = _sampling_bytes(models[0], config)
+        rest = total - weights - per_page * (config.pages or 1)
+        if 0 < rest < per_slots + sampling:
+            most = int(rest / (per_slots + sampling) * config.slots)
+            kept = f", {snapshots:,} snapshots (engine.snapshots)" if config.snapshots and snapshots else ""
+            raise ConfigError(
+                f"the states{kept} and logits of {config.slots:,} requests at a time (engine.slots) take at least "
+                f"{byte_size(per_slots + sampling)}, but weights and cache leave {byte_size(rest)}; set "
+                f"engine.slots to at most {most:,}, or use more devices (parallel.tensor=2)."
+            )
+        if config.pages is None:
+            # What sampling needs is beyond `memory_fraction`, as far as there is room.
+            free = min(total * config.memory_fraction, total - sampling) - weights - per_slots
+            if jax.default_backend() == "cpu":
+                free /= 2  # the programs, and what they compute with, are in the same memory
+            if config.snapshots is None and snapshots:
+                snapshots = max(0, min(snapshots, int(free / 4 // per_snapshot)))
+                free -= per_snapshot * snapshots
+            if free < 0:
+                pages = 0
+            elif per_page:
+                pages = min(pages, int(free // per_page))
+    if pages * size < 2:
+        raise ConfigError(
+            "the weights leave no memory for the cache of keys and values or states "
+            f"(engine.memory_fraction {config.memory_fraction}); use more devices (parallel.tensor=2)"
+            + (f" or fewer engine.slots ({config.slots})." if per_slots else ".")
+        )
+    return room._replace(length=min(context, pages * size), pages=pages, snapshots=snapshots)
+
+
+def _sampling_bytes(model: ModelOnMesh, config: EngineConfig) -> int:
+    """Return the bytes that sampling the tokens of one step takes at least, without the sums of a softmax."""
+    vocabulary = model.config.vocab_size or 0
+    return _LOGITS_COPIES * 4 * config.slots * (1 + config.draft_tokens) * vocabulary
+
+
+def check_memory(model: ModelOnMesh, room: CacheRoom) -> None:
+    """Check that a cache of this size fits the devices' memory.
+
+    Raises:
+      ConfigError: it does not.
+    """
+    available = memory_per_device()
+    if available is None:
+        return
+    total = available * model.rules.mesh.size
+    needed = cache_bytes(model, room)
+    if needed > total:
+        fits = int(room.length * total / needed)
+        raise ConfigError(
+            f"the cache of keys and values for {room.slots} x {room.length:,} tokens takes {needed / 2**30:,.1f} GiB, "
+            f"of {total / 2**30:,.1f} GiB on {model.rules.mesh.size} device(s); at most about {fits:,} tokens fit, "
+            "prompt and new ones together."
+        )
