@@ -164,8 +164,6 @@ class Engine:
         stop_tokens: Collection[int] | None = None,
         constraint: Constraint | None = None,
         answer: Sequence[int] = (),
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
         priority: int = 0,
     ) -> Request:
         """Submit a prompt for generation; return the request, which yields the answer's tokens as they are generated.
@@ -179,8 +177,6 @@ class Engine:
           stop_tokens: ids that end the answer; default: those of the engine.
           constraint: which tokens are allowed, for this request alone; default: all.
           answer: first tokens of the answer, which count for `max_tokens`: it goes on as if they had been sampled.
-          logprobs, prompt_logprobs: number of likeliest tokens to score beside each token of the answer and of the
-            prompt, see `Request`.
           priority: requests with a lower number start first.
 
         Raises:
@@ -191,8 +187,6 @@ class Engine:
         """
         self.check_prompt(prompt, max_tokens)
         self._check_sampling(sampling, max_tokens, constraint)
-        self._check_scores(logprobs, "logprobs", not self.programs.scores)
-        self._check_scores(prompt_logprobs, "prompt_logprobs", self.programs.keeps_states)
         request = Request(
             list(map(operator.index, prompt)),
             max_tokens,
@@ -200,12 +194,10 @@ class Engine:
             seed=seed % 2**32,
             stop_tokens=self.stop_tokens if stop_tokens is None else stop_tokens,
             constraint=constraint,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
             cancel=self._cancel,
             answer=answer,
+            priority=priority,
         )
-        request.priority = priority
         return self._enqueue(request)
 
     def embed(self, prompt: Sequence[int], *, priority: int = 0) -> Request:
@@ -217,8 +209,7 @@ class Engine:
         self.check_prompt(prompt, 1)
         if not self.programs.keeps_states:
             raise ConfigError("embeddings need an engine whose programs and shapes are chosen by its configuration.")
-        request = Request(list(map(operator.index, prompt)), 1, Sampling(0), cancel=self._cancel)
-        request.priority = priority
+        request = Request(list(map(operator.index, prompt)), 1, Sampling(0), cancel=self._cancel, priority=priority)
         request.pools = True
         return self._enqueue(request)
 
@@ -256,7 +247,11 @@ class Engine:
         self.model.check_ids([prompt])
 
     def _check_sampling(self, sampling: Sampling | None, max_tokens: int, constraint: Constraint | None) -> None:
-        if sampling is None or not sampling.changes_logits:
+        if sampling is None:
+            return
+        self._check_scores(sampling.logprobs, "logprobs", not self.programs.scores)
+        self._check_scores(sampling.prompt_logprobs, "prompt_logprobs", self.programs.keeps_states)
+        if not sampling.changes_logits:
             return
         if self.programs.scores:
             raise ConfigError("penalties, logit_bias and min_tokens would change the log-probabilities of this engine.")

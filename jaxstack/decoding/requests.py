@@ -62,10 +62,9 @@ class Request:
         after a cached prefix, its distribution does.
       stop_tokens: ids that end the answer, and are not part of it.
       constraint: which tokens are allowed; None: all of the vocabulary.
-      logprobs: number of likeliest tokens to score beside each token of the answer; None: the answer has no scores.
-      prompt_logprobs: the same for the prompt, all of whose tokens are then computed, cached or not.
       cancel: called with this request to end it early.
       answer: tokens of the answer that are known, after which it goes on.
+      priority: requests with a lower number start first, and are preempted last.
 
     Attributes:
       times: when it reached its stages.
@@ -75,12 +74,11 @@ class Request:
       error: reason for the finish reason "error".
       log_probabilities: of each generated token of the answer, and of the stop token, if the engine has
         `ScoredPrograms`. To be read once the answer is complete.
-      priority: requests with a lower number start first, and are preempted last.
       pools: sum up the hidden states of the prompt, all of whose tokens are then computed, cached or not.
       pooled: that sum [D], float32, and the last of the hidden states; complete as soon as the answer has a token.
-      scores: of each generated token that was taken and, at the end, of the stop token, if `logprobs` is set.
-      prompt_scores: of each token of the prompt but the first, if `prompt_logprobs` is set; complete as soon as the
-        answer has a token.
+      scores: of each generated token that was taken and, at the end, of the stop token, if `sampling.logprobs` is set.
+      prompt_scores: of each token of the prompt but the first, if `sampling.prompt_logprobs` is set; complete as soon
+        as the answer has a token.
       experts: those that each token of prompt and answer was sent to, if the engine has `ExpertPrograms`. Rows after
         the last token whose keys and values were computed have no meaning.
 
@@ -107,10 +105,9 @@ class Request:
         seed: int = 0,
         stop_tokens: Collection[int] = (),
         constraint: Constraint | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
         cancel: Callable[["Request"], None] | None = None,
         answer: Sequence[int] = (),
+        priority: int = 0,
     ):
         self.prompt = tuple(prompt)
         self.max_tokens = max_tokens
@@ -118,9 +115,7 @@ class Request:
         self.seed = seed
         self.stop_tokens = frozenset(stop_tokens)
         self.constraint = constraint
-        self.logprobs = logprobs
-        self.prompt_logprobs = prompt_logprobs
-        self.priority = 0
+        self.priority = priority
         self.pools = False
         self.pooled: Float[np.ndarray, "2 D"] | None = None
         self.times = Times()
@@ -193,12 +188,13 @@ class Request:
     @property
     def computes_prompt(self) -> bool:
         """True if all tokens of the prompt have to be computed, also those in the prefix cache."""
-        return self.prompt_logprobs is not None or self.pools
+        return self.sampling.prompt_logprobs is not None or self.pools
 
     @property
     def single_steps(self) -> bool:
         """True if a program of several decode steps cannot generate the answer."""
-        return self.constraint is not None or self.logprobs is not None or self.sampling.changes_logits
+        sampling = self.sampling
+        return self.constraint is not None or sampling.logprobs is not None or sampling.changes_logits
 
     def cancel(self) -> None:
         """End the answer early and free its KV-cache pages."""
@@ -232,8 +228,8 @@ class Request:
         with self._changed:
             if packed is not None:
                 own = packed[: len(tokens) + (self.stop_token is not None)]
-                if self.logprobs is not None:
-                    self.scores += unpack_scores(own, self.logprobs)
+                if self.sampling.logprobs is not None:
+                    self.scores += unpack_scores(own, self.sampling.logprobs)
                 elif own.shape[1] == 2:
                     self.log_probabilities += own[:, 1].view(np.float32).tolist()
             if not tokens:

@@ -235,7 +235,7 @@ class Runner:
         self._copy_states(plan.kept)
         sampled.copy_to_host_async()
         scores = None
-        if plan.shape is not None and any(row.request.prompt_logprobs is not None for row in plan.chunks):
+        if plan.shape is not None and any(row.request.sampling.prompt_logprobs is not None for row in plan.chunks):
             scores = self.programs.score_prompts(pad_chunks(plan.chunks, plan.shape, ahead=1))
             scores.copy_to_host_async()
         pooled = None
@@ -452,7 +452,7 @@ class DraftRunner(Runner):
 
 def _is_scored(plan: StepPlan) -> bool:
     """Return True if a request asks for the scores of its answer's tokens."""
-    return any(row.request.logprobs is not None and row.index is not None for row in plan.rows)
+    return any(row.request.sampling.logprobs is not None and row.index is not None for row in plan.rows)
 
 
 def _is_changed(plan: StepPlan) -> bool:
@@ -464,8 +464,9 @@ def _give_scores(plan: StepPlan, packed: Int[np.ndarray, "Q C columns"]) -> None
     """Hand the scores of the tokens of prompts to the requests that ask for them."""
     for row, scores in zip(plan.chunks, packed, strict=False):
         request = row.request
-        if request.prompt_logprobs is not None:
-            found = unpack_scores(scores[len(scores) - row.count :], request.prompt_logprobs)
+        count = request.sampling.prompt_logprobs
+        if count is not None:
+            found = unpack_scores(scores[len(scores) - row.count :], count)
             known = max(0, len(request.prompt) - 1 - row.start)
             request.prompt_scores[row.start : row.start + row.count] = found[:known]
 

@@ -19,7 +19,7 @@ Mode = Literal["greedy", "free", "limited"]
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Settings for sampling a token: changes of its logits, temperature, and limits on the tokens to choose from.
+    """Settings for sampling tokens: changes of logits, temperature, limits on the choice, and what is told of it.
 
     Limits apply in the order of the attributes, each to the tokens that the ones before it leave. Changes come first:
     `logit_bias` and `min_tokens`, then the penalties.
@@ -36,6 +36,8 @@ class Sampling:
         negative ones (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
       logit_bias: what is added to the logits of tokens, by their ids.
       min_tokens: number of tokens before which no stop token is sampled.
+      logprobs: number of likeliest tokens to score beside each token of the answer; None: the answer has no scores.
+      prompt_logprobs: the same for the prompt, all of whose tokens are then computed, cached or not.
     """
 
     temperature: float = 0.8
@@ -47,6 +49,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):

@@ -30,17 +30,10 @@ class TokenScore(NamedTuple):
 def pack_scores(logits: Float[Array, "R V"], tokens: Int[Array, " R"]) -> Int[Array, "R columns"]:
     """Return each row's token, its score and the likeliest tokens, floats as their bits; see `unpack_scores`."""
     scores = jax.nn.log_softmax(logits.astype(jnp.float32), -1)
-    lines = jnp.arange(len(tokens))
-    own = scores[lines, tokens]
+    own = scores[jnp.arange(len(tokens)), tokens]
     rank = 1 + (scores > own[:, None]).sum(-1, dtype=jnp.int32)
-
-    def take(left: jax.Array, _: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        best = jnp.argmax(left, -1).astype(jnp.int32)
-        return left.at[lines, best].set(-jnp.inf), (best, left[lines, best])
-
-    # So many passes over the logits are faster than sorting the vocabulary.
-    _, (ids, values) = jax.lax.scan(take, scores, length=min(MOST_LIKELIEST, logits.shape[-1]))
-    return jnp.concatenate([jnp.stack([tokens, _bits(own), rank], 1), ids.T, _bits(values).T], 1)
+    values, ids = jax.lax.top_k(scores, min(MOST_LIKELIEST, logits.shape[-1]))
+    return jnp.concatenate([jnp.stack([tokens, _bits(own), rank], 1), ids, _bits(values)], 1)
 
 
 def unpack_scores(packed: Int[np.ndarray, "R columns"], count: int) -> list[TokenScore]:

@@ -160,7 +160,7 @@ class TextAnswer:
 
     def _take_echo(self, *, begun: bool) -> Part:
         """Return the prompt as a part of the answer, unless it was; the scores of its tokens have to be known."""
-        scored = self.request.logprobs is not None
+        scored = self.request.sampling.logprobs is not None
         if self._echo is None or (scored and not begun):
             return Part("")
         (text, skipped), self._echo = self._echo, None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import ipaddress
 import json
 import re
@@ -392,17 +393,17 @@ class Server:
         stops = ends | frozenset(body.stop_token_ids or ())
         scores = 0 if body.samples > (body.n or 1) and body.likeliest is None else body.likeliest
         scored = [count for count in (body.prompt_logprobs, body.likeliest if echo else None) if count is not None]
+        told = {"logprobs": scores, "prompt_logprobs": max(scored, default=None)}
+        sampling = dataclasses.replace(_refuse_on_error(lambda: body.sampling), **told)
         submitted = self._start(
             partial(
                 self.engine.submit,
                 prompts[index // body.samples],
                 max(1, max_tokens),
-                _refuse_on_error(lambda: body.sampling),
+                sampling,
                 seed=body.first_seed + index % body.samples,
                 stop_tokens=stops,
                 constraint=constraint,
-                logprobs=scores,
-                prompt_logprobs=max(scored, default=None),
                 priority=body.priority or 0,
             )
             for index, constraint in enumerate(constraints)

@@ -1,5 +1,7 @@
 """Penalties, biases and least lengths change the logits of their request alone, as vLLM defines them."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -57,7 +59,7 @@ def test_answers_are_those_of_changed_logits(name):
     kinds = [*KINDS.values(), Sampling(0), Sampling(0)]
     with ENGINES[name](decoder) as engine:
         requests = [
-            engine.submit(prompt, 10, sampling, logprobs=1 if number % 3 else None)
+            engine.submit(prompt, 10, dataclasses.replace(sampling, logprobs=1 if number % 3 else None))
             for number, (prompt, sampling) in enumerate(zip(asked, kinds, strict=True))
         ]
         answers = [request.result() for request in requests]

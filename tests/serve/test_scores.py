@@ -1,5 +1,6 @@
 """Log-probabilities of tokens: of answers and prompts, beside the likeliest ones, whatever runs in the same steps."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.scores import MOST_LIKELIEST, TokenScore
 from jaxstack.decoding.step import ScoredPrograms
 from jaxstack.errors import ConfigError
@@ -74,10 +76,10 @@ def test_scores_are_those_of_one_forward_pass(name):
             engine.submit(
                 prompt,
                 6,
-                request.sampling,
+                dataclasses.replace(
+                    request.sampling, logprobs=i if i < 3 else None, prompt_logprobs=[None, 2, 0, None][i]
+                ),
                 seed=i,
-                logprobs=i if i < 3 else None,
-                prompt_logprobs=[None, 2, 0, None][i],
             )
             for i, (prompt, request) in enumerate(zip(asked, plain, strict=True))
         ]
@@ -97,7 +99,7 @@ def test_the_stop_token_has_a_score_too():
     with Engine(decoder, EngineConfig(**SIZES), warm_up=False) as engine:
         answer = engine.submit([1, 2, 3], 5, GREEDY).result()
         stop = next(number for number in range(1, 5) if answer[number] not in answer[:number])
-        request = engine.submit([1, 2, 3], 5, GREEDY, stop_tokens=[answer[stop]], logprobs=1)
+        request = engine.submit([1, 2, 3], 5, dataclasses.replace(GREEDY, logprobs=1), stop_tokens=[answer[stop]])
         assert request.result() == answer[:stop]
     check(request.scores, expected(decoder, [1, 2, 3, *answer[: stop + 1]], 1)[2:])
 
@@ -109,7 +111,8 @@ def test_prompts_are_scored_again_after_a_preemption():
     config = EngineConfig(slots=2, page_size=4, chunk=16, pages=14, prefix_cache=False)
     asked = prompts([20, 20])
     with Engine(decoder, config, warm_up=False) as engine:
-        requests = [engine.submit(prompt, 16, GREEDY, logprobs=2, prompt_logprobs=1) for prompt in asked]
+        scored = dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=1)
+        requests = [engine.submit(prompt, 16, scored) for prompt in asked]
         answers = [request.result() for request in requests]
         assert engine.scheduler.preemptions > 0
     for request, prompt, answer in zip(requests, asked, answers, strict=True):
@@ -123,7 +126,7 @@ def test_what_cannot_be_scored_is_refused():
         wrong: list[dict[str, Any]] = [{"logprobs": MOST_LIKELIEST + 1}, {"prompt_logprobs": -1}]
         for fields in wrong:
             with pytest.raises(ConfigError, match=f"logprobs must be 0 to 20; found {[*fields.values()][0]}"):
-                engine.submit([1], 1, **fields)
+                engine.submit([1], 1, Sampling(**fields))
     scored = Engine(decoder, EngineConfig(**SIZES), make_programs=ScoredPrograms, warm_up=False, start=False)
     with pytest.raises(ConfigError, match="logprobs needs an engine"):
-        scored.submit([1], 1, logprobs=0)
+        scored.submit([1], 1, Sampling(logprobs=0))
