@@ -327,7 +327,7 @@ class Training:
 
     @property
     def data_state(self) -> Mapping[str, np.ndarray]:
-        """What the data need to go on after the newest step, as arrays for a checkpoint; {}: the step says it all."""
+        """Arrays that a checkpoint keeps for the data; {} if the number of the step is enough to go on."""
         return {}
 
     @data_state.setter

@@ -50,7 +50,7 @@ class ToolFormat(Protocol):
 
     @property
     def opening(self) -> str:
-        """What precedes a call in an answer; "": nothing, so that the answer begins with it."""
+        """Text before each call in an answer; "": there is none, and the whole answer is a call."""
         ...
 
     def parse(self, text: str) -> list[ToolCall]:
@@ -82,7 +82,7 @@ class _JsonObjects:
     """Calls such as `<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>`, also several in a list."""
 
     opening: str
-    """What precedes an object; "": the answer begins with it."""
+    """Text before each object in an answer; "": there is none, and the whole answer is one."""
     name: str
     arguments: str
     """Keys of the object."""
@@ -121,7 +121,8 @@ class _JsonObjects:
     def _call(self, entry: Any) -> ToolCall:
         if not isinstance(entry, dict):
             return ToolCall("", error="the call is not a JSON object")
-        name, arguments = entry.get(self.name), entry.get(self.arguments, {})
+        name = entry.get(self.name)
+        arguments = entry.get(self.arguments, {})
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return ToolCall(
                 "", error=f"a call is a JSON object with {self.name}, a text, and {self.arguments}, an object"
@@ -169,7 +170,7 @@ class _Tags:
     before_value: str
     after_value: str
     after_name: str
-    """What follows the name if there are no arguments."""
+    """Text after the name of a call without arguments."""
 
     @classmethod
     def derive(cls, one: str, two: str | None) -> "_Tags | None":

@@ -22,10 +22,10 @@ _ENDS = 1 << 30
 
 
 class LogitChanges(NamedTuple):
-    """For each slot what changes the logits of its request; rows of other slots have no meaning."""
+    """Penalties, biases and minimum lengths of the requests in the slots; rows of other slots have no meaning."""
 
     counts: Int[Array, "S V"]
-    """How often the answer has each token, with `_IN_PROMPT` and `_ENDS`."""
+    """Count of each token in the answer, plus `_IN_PROMPT` and `_ENDS`."""
     bias: Float[Array, "S V"]
     settings: Float[Array, "S 4"]
     """Presence, frequency and repetition penalty, and the number of tokens before which the answer may not end."""

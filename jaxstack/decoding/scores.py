@@ -17,7 +17,7 @@ _FIRST = 3
 
 
 class TokenScore(NamedTuple):
-    """How likely a token was in its place."""
+    """Log-probability and rank of a token, and the likeliest tokens in its place."""
 
     log_probability: float
     """Natural logarithm of its probability under the model, at a temperature of 1 and without any limit or penalty."""

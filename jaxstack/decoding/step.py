@@ -99,7 +99,7 @@ class Programs:
             out_shardings=layout,
         )
         self.changes: LogitChanges | None = None
-        """What changes the logits of each slot; None while no request in the batch asks for it."""
+        """Penalties and biases of each slot's logits; None while no request in the batch has any."""
         self._no_changes = self.compiler.jit(self._empty_changes, out_shardings=whole)
         self._put_changes = self.compiler.jit(self._changes_with, donate_argnums=0, out_shardings=whole)
         self._sample = self.compiler.jit(

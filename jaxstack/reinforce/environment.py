@@ -35,7 +35,7 @@ _TURN_METHODS = ("reset", "step")
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What a call of the environment gives: the messages for the model, the reward of the step, and if it ends."""
+    """Result of a call of the environment: messages for the model, the reward of the step, and whether it ends."""
 
     messages: Messages = ()
     reward: float = 0.0
@@ -67,7 +67,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What the main process needs to know of an environment.
+    """The tools and the methods of an environment, as the main process knows them.
 
     Attributes:
       tools: JSON schema of each tool.
@@ -287,7 +287,7 @@ class _Process:
 
     def __init__(self, code: _Code, seed: int):
         self.problem: Failure | None = None
-        """Why it is lost, with the state of its environment."""
+        """Reason why the process has ended, and its environment with it; None while it runs."""
         pipe, other = multiprocessing.Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside a thread that only waits

@@ -66,6 +66,25 @@ NOT_BEGUN = Answer((), (), 0, (), ended=False)
 """An answer without any tokens so far."""
 
 
+@dataclasses.dataclass(frozen=True)
+class SamplerSize:
+    """Largest numbers of what a sampler has to do, from which the shapes of its programs follow.
+
+    Attributes:
+      prompts: prompts of a rollout.
+      answers: answers of a rollout.
+      requests: answers that are asked for at a time, those of an evaluation included.
+      longest: tokens of a prompt.
+      context: tokens of a prompt with its answer.
+    """
+
+    prompts: int
+    answers: int
+    requests: int
+    longest: int
+    context: int
+
+
 class Sampler:
     """Samples answers with the weights of a trainer. The shapes of its programs never change.
 
@@ -78,14 +97,11 @@ class Sampler:
 
     Args:
       trainer: trains the model.
-      config: sizes.
-      prompts: number of prompts of a rollout.
-      answers: number of answers of a rollout.
-      requests: largest number of answers that are asked for at a time, those of an evaluation included.
-      longest: number of tokens of the longest prompt.
-      context: largest number of tokens of a prompt with its answer.
+      config: settings of the engine.
+      size: the largest rollout and evaluation.
       vocab_size: number of ids that may be sampled.
       stop_tokens: ids that end an answer.
+      records_experts: answers have `experts`.
       borrow: returns a context in which a thread other than the trainer's may use the devices; None: they are its own.
     """
 
@@ -93,14 +109,11 @@ class Sampler:
         self,
         trainer: Trainer,
         config: SamplerConfig,
+        size: SamplerSize,
         *,
-        prompts: int,
-        answers: int,
-        requests: int,
-        longest: int,
-        context: int,
         vocab_size: int,
         stop_tokens: frozenset[int],
+        records_experts: bool = False,
         borrow: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ):
         self._borrow = borrow or contextlib.nullcontext
@@ -120,24 +133,21 @@ class Sampler:
         placed = jax.tree.map(lambda x: x.sharding, cast_shapes(self._module, self._rules))
         self._handed_over = jax.jit(self._hand_over, out_shardings=placed)
         self._config = config
-        self._context = context
+        self._size = size
         unit = self._rules.degree(self._rules.table["batch"])
-        slots = -(-(config.slots or min(answers, _MOST_SLOTS)) // unit) * unit
+        slots = -(-(config.slots or min(size.answers, _MOST_SLOTS)) // unit) * unit
         self._engine_config = EngineConfig(
             slots=slots,
-            context=context,
+            context=size.context,
             page_size=config.page_size,
-            pages=slots * -(-context // config.page_size),
-            queue=requests,
+            pages=slots * -(-size.context // config.page_size),
+            queue=size.requests,
             decode_steps=config.decode_steps,
             steps_ahead=1,
         )
-        self._longest = longest
-        self._prompts = prompts
         self._vocab_size = vocab_size
         self._stop_tokens = stop_tokens
-        self.records_experts = False
-        """True: answers have `experts`. To be set before weights are loaded."""
+        self._records_experts = records_experts
         self._engine: Engine | None = None
         self._shares = False
         """True: answers share the pages of their prompt."""
@@ -184,19 +194,19 @@ class Sampler:
     def _load(self, params: Dict) -> None:
         if self._engine is None:
             model = ModelOnMesh(self._module, params, self._non_params, self._rules)
-            if self.records_experts and not has_pages(model):
+            if self._records_experts and not has_pages(model):
                 raise ConfigError(
                     "policy.router_replay records experts beside keys and values, and the model has no layer with keys "
                     "and values; set it to false."
                 )
-            self._shares = shares_pages(model) and self._longest > self._config.page_size
+            self._shares = shares_pages(model) and self._size.longest > self._config.page_size
             self._engine = Engine(
                 model,
                 self._engine_config,
                 vocab_size=self._vocab_size,
                 stop_tokens=self._stop_tokens,
                 shapes=self._step_shapes(model.batch_unit),
-                make_programs=ExpertPrograms if self.records_experts else ScoredPrograms,
+                make_programs=ExpertPrograms if self._records_experts else ScoredPrograms,
                 warm_up=False,
                 start=False,
             )
@@ -216,7 +226,7 @@ class Sampler:
     def experts_shape(self) -> tuple[int, int] | None:
         """Layers and experts per token of the answers' `experts`; None: they have none."""
         moe = self._source.moe
-        return (self._source.num_layers, moe.num_experts_per_tok) if self.records_experts and moe else None
+        return (self._source.num_layers, moe.num_experts_per_tok) if self._records_experts and moe else None
 
     @property
     def compiled(self) -> int:
@@ -308,11 +318,11 @@ class Sampler:
         def rows_of(width: int) -> int:
             return min(slots, max(1, _STEP_TOKENS // (width * unit)) * unit)
 
-        width = min(self._longest, _STEP_TOKENS)
+        width = min(self._size.longest, _STEP_TOKENS)
         rows = rows_of(width)
         chunks = set[ChunkShape]()
         if self._shares:
-            rows = min(rows, -(-self._prompts // unit) * unit)
+            rows = min(rows, -(-self._size.prompts // unit) * unit)
             page = self._config.page_size
             chunks.add(ChunkShape(rows_of(page), page))  # ends of prompts, whose other tokens are in the cache
         chunks |= {ChunkShape(rows, width), ChunkShape(_split(rows, 8, unit), width)}

@@ -164,7 +164,7 @@ class InAnotherProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Any = None
         self.prepared: Any = None
-        """What the reward's `prepare` has returned."""
+        """The result of the reward's own `prepare`; None before `prepare` is called."""
 
     def prepare(self) -> str | None:
         """Start the process, and return why the reward's function cannot be imported; None if it can."""

@@ -13,7 +13,7 @@ from jaxstack.reinforce.environment import Description, Environment
 from jaxstack.reinforce.policy import LOSSES, TEACHER
 from jaxstack.reinforce.rewards import Rewards, check_columns
 from jaxstack.reinforce.rollout import Rollouts
-from jaxstack.reinforce.sampler import Sampler
+from jaxstack.reinforce.sampler import Sampler, SamplerSize
 from jaxstack.reinforce.trainer import PolicyTrainer
 from jaxstack.run.build import make_trainer
 from jaxstack.run.load import load_reward_model
@@ -136,19 +136,22 @@ class ReinforcementTask(Task):
         longest = data.prompts.longest
         if config.rollout.environment.path:  # further turns find full pages in the cache
             longest = max(longest, config.rollout.engine.page_size + 1)
-        sampler = Sampler(
-            trainer,
-            config.rollout.engine,
+        size = SamplerSize(
             prompts=config.rollout.prompts + config.rollout.carried_prompts,
             answers=data.asked,
             requests=data.largest,
             longest=longest,
             context=config.train.sequence_length,
+        )
+        sampler = Sampler(
+            trainer,
+            config.rollout.engine,
+            size,
             vocab_size=data.vocab_size,
             stop_tokens=data.prompts.stop_tokens,
+            records_experts=config.policy.router_replay,
             borrow=data.devices.borrow,
         )
-        sampler.records_experts = config.policy.router_replay
         data.attach(
             sampler,
             lambda: trainer.state,

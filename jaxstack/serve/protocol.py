@@ -174,7 +174,7 @@ class GenerationRequest(Component):
     repetition_penalty: float | None = Field(default=None, gt=0)
     """Divisor of the positive logits of tokens that the prompt or the answer has, factor of the negative ones."""
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_check_bias)] = None
-    """What is added to the logits of tokens, by their ids."""
+    """Numbers that are added to the logits of tokens, by their ids."""
     min_tokens: int | None = Field(default=None, ge=0)
     """Number of tokens before which the answer does not end by itself."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
@@ -450,7 +450,7 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     """Functions that the model may call."""
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    """Whether the answer calls a function: the model chooses (auto), it must (required), or which."""
+    """auto: the model decides whether to call a function; none: never; required: it must; or the function to call."""
     parallel_tool_calls: bool | None = None
     """False: an answer that must call a function has one call; what the model chooses itself is not limited."""
 

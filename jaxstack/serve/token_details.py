@@ -1,4 +1,4 @@
-"""What an answer tells of its tokens beside their text: log-probabilities and ids, in the forms of OpenAI and vLLM."""
+"""Log-probabilities and ids of an answer's tokens, in the forms of OpenAI's and vLLM's APIs."""
 
 import codecs
 import dataclasses

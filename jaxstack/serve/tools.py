@@ -1,4 +1,4 @@
-"""Tools of a chat: what a request tells of them, and the calls of an answer, whole or while it is generated."""
+"""Tools of a chat: their descriptions in a request, and the calls in an answer, whole or while it is generated."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ class Function(Component):
     name: str = Field(min_length=1)
     """Its name, as in calls."""
     description: str | None = None
-    """What it does."""
+    """Description for the model of what the function does."""
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments; None: it has none."""
     strict: bool | None = None
@@ -67,7 +67,7 @@ class MessageCall(Component):
     type: Literal["function"] = "function"
     """Only functions are supported."""
     function: CalledFunction
-    """What was called."""
+    """The function's name, and its arguments."""
     index: int | None = None
     """Ignored: its place in a streamed answer."""
 

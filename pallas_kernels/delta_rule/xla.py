@@ -111,7 +111,7 @@ def _within_chunks(
 
 
 class _Products(NamedTuple):
-    """What the tokens of chunks have to do with each other, for each value head."""
+    """Products of the tokens of a chunk with each other, and sums of their decays, for each value head."""
 
     scores: Float[Array, "*heads C C"]
     """k_i . k_j e^(G_i - G_j) where j <= i is a token of i's document, 0 elsewhere."""

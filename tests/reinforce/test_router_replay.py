@@ -11,7 +11,7 @@ from jaxstack.models.moe.router import ROUTER
 from jaxstack.reinforce.config import SamplerConfig
 from jaxstack.reinforce.packing import pack_answers
 from jaxstack.reinforce.policy import token_log_probabilities
-from jaxstack.reinforce.sampler import Answer, Sampler
+from jaxstack.reinforce.sampler import Answer, Sampler, SamplerSize
 from tests.small_runs import LENGTH, VOCABULARY, make_trainer, small_config
 
 MIXTURE = ("model.moe={num_experts: 16, num_experts_per_tok: 2, first_k_dense_replace: 1}", "model.num_layers=3")
@@ -26,15 +26,11 @@ def sampled(dtype) -> tuple[object, list[list[int]], list[Answer]]:
     sampler = Sampler(
         trainer,
         SamplerConfig(page_size=4, slots=8),
-        prompts=len(PROMPTS),
-        answers=16,
-        requests=16,
-        longest=5,
-        context=LENGTH,
+        SamplerSize(prompts=len(PROMPTS), answers=16, requests=16, longest=5, context=LENGTH),
         vocab_size=VOCABULARY,
         stop_tokens=frozenset(range(4)),
+        records_experts=True,
     )
-    sampler.records_experts = True
     prompts = [prompt for prompt in PROMPTS for _ in range(4)]
     sampler.load(sampler.weights(trainer.state))
     answers = sampler.sample(prompts, [LENGTH - 5] * 16, [1.0] * 16, list(range(16)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxstack.reinforce.config import SamplerConfig
-from jaxstack.reinforce.sampler import Answer, Sampler
+from jaxstack.reinforce.sampler import Answer, Sampler, SamplerSize
 from tests.small_runs import VOCABULARY, make_trainer, small_config
 
 
@@ -18,8 +18,8 @@ def test_answers_share_the_tokens_of_their_prompt(scan):
     trainer = make_trainer(small_config(f"model.scan_layers={scan}", "model.num_kv_heads=4"))
     large = jax.tree.map(lambda x: 5 * x, trainer.state.params)  # probabilities then differ between the prompts
     state = trainer.state._replace(params=large)
-    sizes = {"prompts": 2, "answers": 6, "requests": 6, "longest": 11, "context": 16, "vocab_size": VOCABULARY}
-    sampler = Sampler(trainer, SamplerConfig(page_size=4), **sizes, stop_tokens=frozenset())
+    size = SamplerSize(prompts=2, answers=6, requests=6, longest=11, context=16)
+    sampler = Sampler(trainer, SamplerConfig(page_size=4), size, vocab_size=VOCABULARY, stop_tokens=frozenset())
     first, second = np.random.default_rng(0).integers(0, VOCABULARY, (2, 11)).tolist()
 
     def sample(prompts: list[list[int]], seeds: list[int]) -> list[tuple[int, ...]]:
@@ -41,8 +41,8 @@ def test_answers_share_the_tokens_of_their_prompt(scan):
 def test_a_further_turn_computes_its_new_tokens():
     """The tokens of the turn before are found in the cache, except for those after its last full page."""
     trainer = make_trainer(small_config("model.num_kv_heads=4"))
-    sizes = {"prompts": 2, "answers": 4, "requests": 4, "longest": 5, "context": 32, "vocab_size": VOCABULARY}
-    sampler = Sampler(trainer, SamplerConfig(page_size=4), **sizes, stop_tokens=frozenset())
+    size = SamplerSize(prompts=2, answers=4, requests=4, longest=5, context=32)
+    sampler = Sampler(trainer, SamplerConfig(page_size=4), size, vocab_size=VOCABULARY, stop_tokens=frozenset())
     prompts = np.random.default_rng(0).integers(0, VOCABULARY, (4, 5)).tolist()
     sampler.load(sampler.weights(trainer.state))
     first = sampler.sample(prompts, [6] * 4, [1.0] * 4, [1, 2, 3, 4])
@@ -65,9 +65,9 @@ def after_steps(count: int) -> Callable[[Sequence[bool]], bool]:
 def test_an_answer_goes_on_as_if_it_had_not_been_left():
     """With the same weights, answers that are left at several places are those that are sampled at once."""
     trainer = make_trainer(small_config("model.num_kv_heads=4"))
-    sizes = {"prompts": 2, "answers": 4, "requests": 4, "longest": 5, "context": 16, "vocab_size": VOCABULARY}
+    size = SamplerSize(prompts=2, answers=4, requests=4, longest=5, context=16)
     config = SamplerConfig(page_size=4, decode_steps=1)
-    sampler = Sampler(trainer, config, **sizes, stop_tokens=frozenset(range(8)))
+    sampler = Sampler(trainer, config, size, vocab_size=VOCABULARY, stop_tokens=frozenset(range(8)))
     first, second = np.random.default_rng(0).integers(8, VOCABULARY, (2, 5)).tolist()
     asked = [first, first, second, second], [11] * 4, [1.0] * 4, [1, 2, 3, 4]
     weights = sampler.weights(trainer.state)
