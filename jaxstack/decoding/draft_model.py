@@ -79,9 +79,7 @@ class DraftPrograms:
             self._guess_step, donate_argnames="pages", out_shardings=(whole, whole, layout), compiler_options=options
         )
         self._fill = jit(self._fill_step, donate_argnames="pages", out_shardings=layout, compiler_options=options)
-        self._verify = jit(
-            self._verify_step, static_argnames="scored", donate_argnames="changes", out_shardings=(whole, whole)
-        )
+        self._verify = jit(self._verify_step, donate_argnames="changes", out_shardings=(whole, whole))
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -103,8 +101,7 @@ class DraftPrograms:
         mask: Int[np.ndarray, "all words"] | None = None,
         recent: RecentTokens | None = None,
         *,
-        scored: bool = False,
-        changed: bool = False,
+        extended: bool = False,
     ) -> Int[Array, "found ..."]:
         """Dispatch one step of drafting, verifying and sampling asynchronously; return samples and accepted counts.
 
@@ -113,8 +110,7 @@ class DraftPrograms:
           newest: newest token of each decoded row.
           chunks, tokens, mode, mask: as in `Programs.run`, with D samples for each decoded row.
           recent: tokens of each decoded row that one of the models runs again, the newest included.
-          changed: rows have CHANGED set; these have no drafts.
-          scored: samples are rows of `pack_scores`, and the accepted counts are in the first column.
+          extended: as in `Programs.run`; accepted counts are in the first column. Rows with CHANGED set have no drafts.
 
         Returns:
           D samples of each decoded row, the sample of each chunk, and the number of accepted drafts of each row.
@@ -128,10 +124,8 @@ class DraftPrograms:
             )
             logits = self._forward(rows, chunks, tokens, drafted, recent if self.target.replays else None)
             settings = [None if part is None else part[:, : Column.PAGES] for part in (rows, chunks)]
-            changes = self.target.changes if changed else None
-            found, changes = self._verify(
-                logits, drafted, guessed, *settings, mask, number, changes=changes, scored=scored
-            )
+            changes = self.target.take_changes() if extended else None
+            found, changes = self._verify(logits, drafted, guessed, *settings, mask, number, changes=changes)
             self.target.changes = changes or self.target.changes
             return found
 
@@ -251,8 +245,6 @@ class DraftPrograms:
         mask: Int[Array, "all words"] | None,
         mode: Int[Array, ""],
         changes: LogitChanges | None,
-        *,
-        scored: bool,
     ) -> tuple[Int[Array, "found ..."], LogitChanges | None]:
         """Accept or reject draft tokens by the served model's logits.
 
@@ -282,7 +274,6 @@ class DraftPrograms:
         tokens = found[: len(logits)]
         if changes is not None:
             changes = count_tokens(changes, each, tokens)
-        if scored:
             scores = pack_scores(unlimited, tokens)
             found = jnp.pad(found[:, None], ((0, 0), (0, scores.shape[1] - 1))).at[: len(logits)].set(scores)
         return found, changes

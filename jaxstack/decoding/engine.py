@@ -439,7 +439,7 @@ class Engine:
         if request.slot is not None:
             self.programs.finish(request)
         self.scheduler.finish(request)
-        if not any(other.sampling.changes_logits for other in self.scheduler.running):
+        if not any(other.sampling.extended for other in self.scheduler.running):
             self.programs.changes = None
         self._requests.discard(request)
         self.stats.finished[reason] += 1

@@ -193,8 +193,7 @@ class Request:
     @property
     def single_steps(self) -> bool:
         """True if a program of several decode steps cannot generate the answer."""
-        sampling = self.sampling
-        return self.constraint is not None or sampling.logprobs is not None or sampling.changes_logits
+        return self.constraint is not None or self.sampling.extended
 
     def cancel(self) -> None:
         """End the answer early and free its KV-cache pages."""

@@ -191,9 +191,6 @@ class Runner:
         for shape in shapes:
             self._run_each(rows, self.programs.describe([], shape.rows), pad_chunks([], shape))
             totals.add(self._slots * self._width + shape.rows)
-            if self.programs.keeps_states:
-                self.programs.score_prompts(pad_chunks([], shape))
-                self.programs.pool_prompts(self.programs.describe([], shape.rows))
         self._sample_padding(totals)
         if self.programs.room.snapshots:
             self._copy_states([(0, 0)])
@@ -295,9 +292,7 @@ class Runner:
         arguments = self._arguments(plan)
         count = len(arguments.rows)
         newest, recent = self._newest(plan.decoded, count), self._recent(plan.decoded, count)
-        changed = _is_changed(plan)
-        scored = changed or _is_scored(plan)
-        return self.programs.run(*arguments, newest, recent, scored=scored, changed=changed)
+        return self.programs.run(*arguments, newest, recent, extended=_is_extended(plan))
 
     def _arguments(self, plan: StepPlan) -> _Arguments:
         programs = self.programs
@@ -345,8 +340,7 @@ class Runner:
             for place, row in zip(places, plan.rows, strict=True)
             if row.index is not None
         ]
-        plain = not (_is_scored(plan) or _is_changed(plan))
-        if plain and all(constraint is None for _, constraint in constraints):
+        if not _is_extended(plan) and all(constraint is None for _, constraint in constraints):
             return None
         total = decoded + (0 if plan.shape is None else plan.shape.rows)
         mask = np.full((total, self.programs.words), -1, np.int32)
@@ -422,17 +416,15 @@ class DraftRunner(Runner):
         mask = np.full((samples, self.programs.words), -1, np.int32)
         recent = self._recent([], len(rows))
         self.programs.put_no_changes()
-        for scored, changed in ((False, False), (True, False), (True, True)):
-            self._draft.run(rows, newest, chunks, tokens, "greedy", mask, recent, scored=scored, changed=changed)
+        for extended in (False, True):
+            self._draft.run(rows, newest, chunks, tokens, "greedy", mask, recent, extended=extended)
 
     def _run_one(self, plan: StepPlan) -> Int[Array, " found"]:
         rows, chunks, tokens, mode, mask = self._arguments(plan)
         newest = np.zeros(len(rows), np.int32)
         newest[: len(plan.decoded)] = [row.request.tokens[-1] for row in plan.decoded]
         recent = self._recent(plan.decoded, len(rows))
-        changed = _is_changed(plan)
-        scored = changed or _is_scored(plan)
-        return self._draft.run(rows, newest, chunks, tokens, mode, mask, recent, scored=scored, changed=changed)
+        return self._draft.run(rows, newest, chunks, tokens, mode, mask, recent, extended=_is_extended(plan))
 
     def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         self._draft.copy_states(copies)
@@ -450,14 +442,9 @@ class DraftRunner(Runner):
                 yield row, [tokens[place]], slice(place, place + 1)
 
 
-def _is_scored(plan: StepPlan) -> bool:
-    """Return True if a request asks for the scores of its answer's tokens."""
-    return any(row.request.sampling.logprobs is not None and row.index is not None for row in plan.rows)
-
-
-def _is_changed(plan: StepPlan) -> bool:
-    """Return True if penalties or the like change the logits of a request that gets a token."""
-    return any(row.request.sampling.changes_logits and row.index is not None for row in plan.rows)
+def _is_extended(plan: StepPlan) -> bool:
+    """Return True if a request that gets a token has scores or changed logits."""
+    return any(row.request.sampling.extended and row.index is not None for row in plan.rows)
 
 
 def _give_scores(plan: StepPlan, packed: Int[np.ndarray, "Q C columns"]) -> None:

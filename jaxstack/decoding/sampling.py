@@ -78,6 +78,11 @@ class Sampling:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
         return any(penalties) or bool(self.logit_bias) or self.min_tokens > 0
 
+    @property
+    def extended(self) -> bool:
+        """True if the request needs the program that scores samples and changes logits, which is one of several."""
+        return self.changes_logits or self.logprobs is not None
+
 
 class RowSampling(NamedTuple):
     """Sampling settings of each row of a batch as arrays; see `Sampling`."""

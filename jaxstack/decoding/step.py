@@ -104,7 +104,7 @@ class Programs:
         self._put_changes = self.compiler.jit(self._changes_with, donate_argnums=0, out_shardings=whole)
         self._sample = self.compiler.jit(
             self._sample_step,
-            static_argnames=("mode", "scored"),
+            static_argnames="mode",
             donate_argnames="changes",
             out_shardings=(whole, whole, whole),
         )
@@ -227,7 +227,12 @@ class Programs:
     def put_changes(self, slot: int, row: LogitChanges) -> None:
         """Put a row of `changes_of` into the state, which is allocated if there is none."""
         with jax.set_mesh(self.model.rules.mesh):
-            self.changes = self._put_changes(self.changes or self._no_changes(), np.int32(slot), row)
+            self.changes = self._put_changes(self.take_changes(), np.int32(slot), row)
+
+    def take_changes(self) -> LogitChanges:
+        """Return the state of changes for a step to donate; it is allocated if there is none."""
+        with jax.set_mesh(self.model.rules.mesh):
+            return self.changes or self._no_changes()
 
     def put_no_changes(self) -> None:
         """Put a row that changes nothing into the state of slot 0, to compile the program that does so."""
@@ -243,8 +248,7 @@ class Programs:
         drafted: Int[np.ndarray, "R D"] | None = None,
         recent: RecentTokens | None = None,
         *,
-        scored: bool = False,
-        changed: bool = False,
+        extended: bool = False,
     ) -> Int[Array, "all ..."]:
         """Dispatch one step asynchronously; return a sample for each decoded row, then for each prompt chunk.
 
@@ -257,17 +261,14 @@ class Programs:
           drafted: newest token and drafts of each decoded row, at its end; a token is sampled after each of them. None:
             a row has the newest token of its slot, and one sample.
           recent: tokens of each decoded row that are not in its states, if the programs replay drafts.
-          scored: a sample is a row of `pack_scores`.
-          changed: rows have CHANGED set.
+          extended: a request is `Sampling.extended`; a sample is a row of `pack_scores`.
         """
         with jax.set_mesh(self.model.rules.mesh):
             logits = self.forward(rows, chunks, tokens, drafted, recent)
             first = rows if drafted is None else self._repeat(rows, drafted.shape[1])
             settings = np.concatenate([part[:, : Column.PAGES] for part in (first, chunks) if part is not None])
-            changes = self.changes if changed else None
-            sampled, self._last, changes = self._sample(
-                logits, self._last, settings, mask, changes=changes, mode=mode, scored=scored
-            )
+            changes = self.take_changes() if extended else None
+            sampled, self._last, changes = self._sample(logits, self._last, settings, mask, changes=changes, mode=mode)
             self.changes = changes or self.changes
         return sampled
 
@@ -356,7 +357,7 @@ class Programs:
         """Sample for batches of these numbers of rows of padding, in each way that a step may need, to compile it.
 
         Modes: greedy, with a temperature only, with top-k, top-p or min-p. Only the last of them is called with a mask
-        and, in engines whose programs do not score all tokens, with scores and changed logits.
+        and, in engines whose programs do not score all tokens, as `Sampling.extended` requests need it.
         """
         self.put_no_changes()
         with jax.set_mesh(self.model.rules.mesh):
@@ -365,15 +366,10 @@ class Programs:
                 logits = np.zeros((total, self.model.config.vocab_size or 0), np.float32)
                 logits = jax.device_put(logits, self.model.rules.sharding(jax.P()))
                 for mode in get_args(Mode):
-                    self._sample(logits, self._last, rows, None, changes=None, mode=mode, scored=False)
+                    self._sample(logits, self._last, rows, None, changes=None, mode=mode)
                 mask = np.full((total, self.words), -1, np.int32)
-                ways: list[tuple[LogitChanges | None, bool]] = [(None, False)]
-                if not self.scores:
-                    ways += [(None, True), (self.changes, True)]
-                for changes, scored in ways:
-                    *_, left = self._sample(
-                        logits, self._last, rows, mask, changes=changes, mode="limited", scored=scored
-                    )
+                for changes in (None,) if self.scores else (None, self.changes):
+                    *_, left = self._sample(logits, self._last, rows, mask, changes=changes, mode="limited")
                     self.changes = left or self.changes
 
     def _forward_step(
@@ -421,15 +417,16 @@ class Programs:
         changes: LogitChanges | None,
         *,
         mode: Mode,
-        scored: bool,
     ) -> tuple[Int[Array, "all ..."], Int[Array, " S"], LogitChanges | None]:
-        """Sample a token for each row; return the samples, the newest token of each slot, and the state of changes."""
+        """Sample a token for each row; return the samples, the newest token of each slot, and the state of changes.
+
+        With `changes` samples are rows of `pack_scores`, of the logits before they are changed.
+        """
         self.compiled += 1
         changed = logits if changes is None else change_logits(logits, rows, changes)
         samples = self._sample_tokens(changed, rows, mask, mode)
         if changes is not None:
             changes = count_tokens(changes, rows, self._tokens(samples))
-        if scored:
             samples = pack_scores(limit_vocabulary(logits, self.vocab_size), samples)
         return samples, last.at[rows[:, Column.STORE]].set(self._tokens(samples), mode="drop"), changes
 

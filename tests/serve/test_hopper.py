@@ -53,6 +53,7 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
     programs.slots = ROWS
     programs.vocab_size = None
     programs.compiled = 0
+    programs.keeps_states = False
     pages = jax.eval_shape(
         lambda: module.merge(params, {}).make_shared_cache(CacheRoom(ROWS, PAGES * PAGE, PAGES, PAGE))
     )
@@ -69,7 +70,7 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
     if chunk is not None:
         program = jax.jit(functools.partial(programs._forward_step, halves=True), donate_argnames="pages")
         chunks, tokens = (hopper_array((1, n), jnp.int32, rules.mesh) for n in (rows.shape[1], chunk))
-        arguments = (params, {}, last, rows, None, chunks, tokens, pages)
+        arguments = (params, {}, last, rows, None, None, chunks, tokens, pages)
         options = half_batch_options()
     elif together is None:
 
