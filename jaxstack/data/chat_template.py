@@ -96,13 +96,25 @@ class ChatTemplate:
             return []
         return sorted(set(re.findall(r"<\|?\w+\|?>", text)))
 
-    def render(self, messages: Messages, tools: Tools = None, *, prompt: bool = False) -> str:
-        """Return a chat as text; `prompt=True` appends the header of the model's next answer (`add_generation_prompt`).
+    def render(
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        *,
+        prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return a chat as text.
+
+        Args:
+          messages, tools: the chat.
+          prompt: append the header of the model's next answer (`add_generation_prompt`).
+          variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
           ChatError: the template refuses the chat, or fails.
         """
-        text = self._render(messages, tools, prompt)
+        text = self._render(messages, tools, prompt, variables)
         for mark in self._marks:
             text = text.replace(mark, "")
         return text
@@ -174,11 +186,14 @@ class ChatTemplate:
             length += len(answer) + len(rest)
         return "".join(parts), spans
 
-    def _render(self, messages: Messages, tools: Tools, prompt: bool) -> str:
+    def _render(
+        self, messages: Messages, tools: Tools, prompt: bool, variables: Mapping[str, Any] | None = None
+    ) -> str:
         try:
             chat = [dict(message) for message in messages]
             template = self._tool_template if tools else self._template
-            return template.render(messages=chat, tools=tools, documents=None, add_generation_prompt=prompt)
+            known = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+            return template.render(**{**(variables or {}), **known})
         except Exception as error:  # a template is a program, which can raise anything
             reason = str(error).rstrip(".") or type(error).__name__
             raise ChatError(f"the chat template cannot write this chat: {reason}") from None

@@ -2,7 +2,7 @@
 
 import codecs
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 from jaxstack.data.config import ChatConfig
@@ -109,7 +109,7 @@ class TextStream:
       stop: strings that end the text; they, and what follows them, are not part of it.
       stop_tokens: ids that end the text.
       min_tokens: number of the first tokens whose text may have the strings in it.
-      marked: the text has special tokens too, as `Tokenizer.decode_marked` writes them.
+      marks: special tokens that the text has too, by their ids.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class TextStream:
         stop_tokens: Collection[int] = (),
         min_tokens: int = 0,
         *,
-        marked: bool = False,
+        marks: Mapping[int, str] | None = None,
     ):
         self._text: _TokenText = _ByteText(tokenizer) if tokenizer.writes_bytes else _WordText(tokenizer, prompt)
         self._stop = tuple(stop)
@@ -128,7 +128,7 @@ class TextStream:
         self._vocab_size = tokenizer.vocab_size
         self._withheld = ""
         self._unchecked = min_tokens
-        self._marks = {token: text for text, token in tokenizer.special_tokens.items()} if marked else {}
+        self._marks = marks or {}
         self.finish_reason: FinishReason | None = None
         """None until the text has ended."""
 
@@ -163,12 +163,12 @@ class TextStream:
             self.finish_reason = "stop"
             self._withheld = ""
             return text[: min(found)]
-        overlap = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._withheld = text[len(text) - overlap :]
-        return text[: len(text) - overlap]
+        held = max((overlap(text, stop) for stop in self._stop), default=0)
+        self._withheld = text[len(text) - held :]
+        return text[: len(text) - held]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return how many characters at the end of `text` may be the beginning of the stop string `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 

@@ -5,13 +5,14 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from jaxstack.data.chat_turns import read_tool_format
 from jaxstack.data.config import ChatConfig
+from jaxstack.data.reasoning_format import REASONING_KEYS, derive_reasoning_format
 from jaxstack.data.streams import import_chat
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.data.tool_calls import ToolFormat
@@ -20,8 +21,12 @@ from jaxstack.decoding.text_stream import TextStream, check_chat_text
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import Envelope, error_body
+from jaxstack.serve.reasoning import ReasoningReader
 from jaxstack.serve.token_details import Part, TokenDetails
 from jaxstack.serve.tools import ToolReader, Tools
+
+_OPENING_TOKENS = 64
+"""Number of tokens at the end of a prompt that have the text before an answer's reasoning, if it is there."""
 
 
 class ChatFormatter:
@@ -34,6 +39,7 @@ class ChatFormatter:
     Attributes:
       stop_tokens: ids that end an answer in this template.
       stop: texts that end an answer in this template, if they are not single tokens.
+      reasoning: the form of reasoning in this template; None: it has none.
 
     Raises:
       ConfigError: there is no such template, or jinja2 is not installed.
@@ -52,6 +58,7 @@ class ChatFormatter:
         special = tokenizer.special_tokens.get(end)
         self.stop_tokens = frozenset() if special is None else frozenset({special})
         self.stop = (end,) if end and special is None else ()
+        self.reasoning = derive_reasoning_format(chosen, tokenizer.special_tokens)
 
     def tool_format(self, tools: Tools, ends: Collection[int]) -> ToolFormat:
         """Return the format in which the template writes tool calls; an answer ends with one of the ids `ends`.
@@ -65,8 +72,18 @@ class ChatFormatter:
             way_out = "leave out tools, or start the server with another server.chat_template"
             raise ConfigError(f"{str(error).rstrip('.')}; {way_out}.") from None
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], tools: Tools | None = None) -> list[int]:
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return the token ids of a chat, up to where the next answer begins.
+
+        Args:
+          messages: the chat; the reasoning of an answer, `reasoning_content`, is there for templates that read it.
+          tools: tools of the chat.
+          variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
           JaxstackError: the template refuses the chat, or a text in it contains a special token, with which it could
@@ -77,9 +94,40 @@ class ChatFormatter:
                 if name != "content" or message["role"] != "assistant":
                     check_chat_text(self._tokenizer, f"messages.{place}.{name}", str(value), self.stop)
         described = None if tools is None else list(tools.described)
-        check_chat_text(self._tokenizer, "tools", json.dumps(described, ensure_ascii=False), self.stop)
-        text = self._template.render(messages, described, prompt=True)
+        for name, value in (("tools", described), ("chat_template_kwargs", variables)):
+            check_chat_text(self._tokenizer, name, json.dumps(value, ensure_ascii=False), self.stop)
+        text = self._template.render([*map(_with_reasoning, messages)], described, prompt=True, variables=variables)
         return self._tokenizer.encode_marked([text])[0][0].tolist()
+
+    def reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
+        """Return what tells the reasoning of an answer to a prompt from the answer itself; None: it has none."""
+        if self.reasoning is None:
+            return None
+        end = self._tokenizer.decode_marked(prompt[-_OPENING_TOKENS:])
+        return ReasoningReader(self.reasoning, begun=self.reasoning.opens(end))
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose reasoning has all of the names that templates know it by."""
+    reasoning = message.get("reasoning_content")
+    return {**message, **dict.fromkeys(REASONING_KEYS, reasoning)} if reasoning else message
+
+
+class Readers(NamedTuple):
+    """What tells the parts of an answer apart, each None if there is no such part."""
+
+    tools: ToolReader | None = None
+    """Finds tool calls."""
+    reasoning: ReasoningReader | None = None
+    """Tells reasoning from the answer."""
+
+    def marks(self, special_tokens: Mapping[str, int]) -> dict[int, str]:
+        """Return the special tokens that the readers look for, by their ids."""
+        known = "" if self.reasoning is None else self.reasoning.marks
+        return {i: text for text, i in special_tokens.items() if self.tools is not None or text in known}
+
+
+_PLAIN = Readers()
 
 
 class TextAnswer:
@@ -92,7 +140,7 @@ class TextAnswer:
       stop: strings that end the answer; they, and what follows them, are not part of it.
       echo: text of the prompt, with which the answer begins, and the number of tokens before that text.
       echo_only: end the answer there.
-      tools: finds tool calls; None: the request has no tools.
+      readers: tell its parts apart.
     """
 
     def __init__(
@@ -104,19 +152,22 @@ class TextAnswer:
         *,
         echo: tuple[str, int] | None = None,
         echo_only: bool = False,
-        tools: ToolReader | None = None,
+        readers: Readers = _PLAIN,
     ):
         self.request = request
         self.details = details
         least = request.sampling.min_tokens
-        self._text = TextStream(tokenizer, request.prompt, stop, min_tokens=least, marked=tools is not None)
-        self._tools = tools
+        marks = readers.marks(tokenizer.special_tokens)
+        self._text = TextStream(tokenizer, request.prompt, stop, min_tokens=least, marks=marks)
+        self._tools, self._reasoning = readers
         self._echo = echo
         self._echo_only = echo_only
         self._new = list[int]()
         self._scored = 0
         self.tokens = 0
         """Number of tokens up to the end of the answer."""
+        self.reasoning_tokens = 0
+        """Number of tokens up to the end of the reasoning."""
         self.finish_reason: str | None = None
         """ "stop" or "length" once the answer has ended; None before, and after a cancellation."""
 
@@ -141,7 +192,7 @@ class TextAnswer:
         tokens, reason = self.request.take()
         begun = bool(tokens) or reason is not None
         echoed = self._take_echo(begun=begun)
-        text = self._decode([] if self._echo_only else tokens, reason)
+        reasoning, text = self._decode([] if self._echo_only else tokens, reason)
         if self._echo_only and begun and self.finish_reason is None:
             self._end("length")
         calls = []
@@ -151,12 +202,12 @@ class TextAnswer:
                 rest, calls = self._tools.finish()
                 text += rest
                 self.finish_reason = "tool_calls" if calls else self.finish_reason
-        if not text and not echoed.text and self.finish_reason is None:
+        if not text and not reasoning and not echoed.text and self.finish_reason is None:
             return None
         new, self._new = self._new, []
         scores = self.request.scores[self._scored : self._scored + len(new)]
         self._scored += len(scores)
-        return echoed + Part(text, new, scores, 0, self.finish_reason, calls)
+        return echoed + Part(text, new, scores, 0, self.finish_reason, calls, reasoning)
 
     def _take_echo(self, *, begun: bool) -> Part:
         """Return the prompt as a part of the answer, unless it was; the scores of its tokens have to be known."""
@@ -168,24 +219,37 @@ class TextAnswer:
         scores = [None, *self.request.prompt_scores][skipped:] if scored else []
         return Part(text, prompt, scores, len(prompt))
 
-    def _decode(self, tokens: Sequence[int], reason: str | None) -> str:
-        """Return the text of further tokens, and end the answer at a stop text or as the engine has ended it."""
+    def _decode(self, tokens: Sequence[int], reason: str | None) -> tuple[str, str]:
+        """Return the reasoning and the text of further tokens; end the answer as a stop text or the engine ends it."""
         pieces = []
         for token in tokens:
             self.tokens += 1
             self._new.append(token)
-            pieces.append(self._text.push(token))
+            pieces.append(self._split(self._text.push(token)))
             if self._text.finish_reason is not None:
                 self._end("stop")
-                return "".join(pieces)
-        if reason == "error":
+                break
+        if self.finish_reason is None and reason == "error":
             raise self.request.error or JaxstackError("the engine has failed")
-        if reason is not None and reason != "cancelled":
-            pieces.append(self._text.finish("stop" if reason == "stop" else "length"))
+        if self.finish_reason is None and reason is not None and reason != "cancelled":
+            pieces.append(self._split(self._text.finish("stop" if reason == "stop" else "length")))
             self.finish_reason = self._text.finish_reason
             if self.request.stop_token is not None and not self._echo_only:
                 self._new.append(self.request.stop_token)
-        return "".join(pieces)
+        if self.finish_reason is not None and self._reasoning is not None:
+            pieces.append(self._reasoning.finish())
+        reasoning, text = ("".join(parts) for parts in zip(("", ""), *pieces, strict=True))
+        return reasoning, text
+
+    def _split(self, text: str) -> tuple[str, str]:
+        """Return the reasoning and the answer in the text of the newest token."""
+        if self._reasoning is None:
+            return "", text
+        before = self._reasoning.reasons
+        found = self._reasoning.push(text)
+        if before or self._reasoning.reasons:
+            self.reasoning_tokens = self.tokens
+        return found
 
     def _end(self, reason: str) -> None:
         self.request.cancel()
@@ -357,4 +421,5 @@ def usage_of(answers: Answers, samples: int) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in answers.answers)},
     }

@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxstack.config.loader import build_component
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding import requests as generation
 from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
@@ -32,6 +31,7 @@ from jaxstack.serve.answers import (
     Answers,
     ChatFormatter,
     EventStream,
+    Readers,
     Refused,
     TextAnswer,
     choose_best,
@@ -39,12 +39,13 @@ from jaxstack.serve.answers import (
     events,
     usage_of,
 )
+from jaxstack.serve.bodies import GONE, read_json, refuse_on_error
+from jaxstack.serve.chat_request import ChatRequest
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.grammar import GrammarConstraint, Grammars, Kind
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import (
-    ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     Envelope,
@@ -57,8 +58,6 @@ from jaxstack.serve.tools import ToolReader
 
 _COMPLETION_TOKENS = 16
 """Token limit of a completion without `max_tokens`, as OpenAI has it."""
-_GONE = 499
-"""Status for the log where the client has closed the connection, as nginx has it."""
 _PAGE = Path(__file__).with_name("chat.html")
 
 R = TypeVar("R", bound=GenerationRequest | EmbeddingRequest)
@@ -209,21 +208,27 @@ class Server:
                 "server.chat_template=chatml (or llama3, gemma, a file).",
             )
         self._check_count(body.samples)
-        messages = _refuse_on_error(lambda: [message.as_template_input for message in body.messages])
+        messages = refuse_on_error(lambda: [message.as_template_input for message in body.messages])
         tools = body.chosen_tools
         self._check_length(["".join(message["content"] for message in messages)])
         try:
             form = None
             if tools is not None and not tools.chosen:
                 form = await asyncio.to_thread(chat.tool_format, tools, self.engine.stop_tokens)
-            prompt = await asyncio.to_thread(chat.encode, messages, tools)
+            prompt = await asyncio.to_thread(chat.encode, messages, tools, body.variables)
         except JaxstackError as error:
             raise Refused(400, str(error)) from None
         room = max(1, min(self.engine.context - len(prompt), self.config.max_tokens))
         limit = body.max_completion_tokens or body.max_tokens or room
         stops = (*body.stops, *chat.stop)
+        free = refuse_on_error(lambda: body.grammar) is None
         answers = await self._submit(
-            body, [prompt], limit, stops, chat.stop_tokens, read=lambda: tools and ToolReader(tools, form)
+            body,
+            [prompt],
+            limit,
+            stops,
+            chat.stop_tokens,
+            read=lambda: Readers(tools and ToolReader(tools, form), chat.reader(prompt) if free else None),
         )
         return await self._answer(request, body, answers, Envelope(self.name, chat=True))
 
@@ -242,7 +247,7 @@ class Server:
         )
         self._answers.add(answers)
         if await self._collect(request, answers) is None:
-            return Response(status_code=_GONE)
+            return Response(status_code=GONE)
         vectors = []
         for one in submitted:
             assert one.pooled is not None
@@ -285,68 +290,14 @@ class Server:
         return prompt, int(self.config.document_start)
 
     async def _parse(self, request: Request, kind: type[R]) -> R:
-        """Parse the JSON body of an HTTP request and validate it as a request of type `kind`.
+        """Read the JSON body of an HTTP request, and check that it asks for the model of this server.
 
         Raises:
-          Refused: the body is too large, is not JSON, or does not describe a request of this kind.
+          Refused: as `read_json`, or it asks for another model.
         """
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refused(415, "send JSON, with the header Content-Type: application/json.")
-        if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-            raise Refused(415, "send the body as it is, without a Content-Encoding.")
-        content = await self._read_body(request)
-        # In a thread, as everything whose duration depends on the request: the event loop serves the other clients.
-        body = await asyncio.to_thread(_parse, content, kind)
+        body = await read_json(request, kind, self.config)
         self._check_model(body.model)
         return body
-
-    async def _read_body(self, request: Request) -> bytes:
-        """Read the body of an HTTP request, up to the server's size limit.
-
-        Raises:
-          Refused: it is too large, does not arrive in time, or the client is gone.
-        """
-        limit = self.config.max_body_bytes
-        timeout = min(self.config.receive_timeout, self.config.timeout)
-        size = 0
-        parts = list[bytes]()
-        too_large = Refused(413, f"the body exceeds {limit} bytes (server.max_body_bytes).")
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
-            await self._discard(request)
-            raise too_large
-        try:
-            async with asyncio.timeout(timeout):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > limit:
-                        break
-                    parts.append(part)
-        except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {timeout:g} s (server.receive_timeout).") from None
-        except ClientDisconnect:
-            raise Refused(_GONE, "the client is gone.") from None
-        if size > limit:
-            await self._discard(request)
-            raise too_large
-        return b"".join(parts)
-
-    async def _discard(self, request: Request) -> None:
-        """Read the rest of a body that is too large, up to a limit.
-
-        Closing the connection earlier would reset it, and a client that sends the body in one piece would not see the
-        answer.
-        """
-        if "expect" in request.headers:  # the client waits for an answer before it sends the body
-            return
-        size = 0
-        with contextlib.suppress(TimeoutError, ClientDisconnect):
-            async with asyncio.timeout(min(self.config.timeout, _DISCARD_SECONDS)):
-                while size < 16 * self.config.max_body_bytes:
-                    message = await request.receive()
-                    size += len(message.get("body", b""))
-                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                        return
 
     def _check_count(self, count: int) -> None:
         """Check the number of answers, before any prompt is encoded.
@@ -366,7 +317,7 @@ class Server:
         stop: Sequence[str],
         stop_tokens: frozenset[int],
         echo: Sequence[str | list[int]] | None = None,
-        read: Callable[[], ToolReader | None] = lambda: None,
+        read: Callable[[], Readers] = Readers,
     ) -> Answers:
         """Submit every prompt of an HTTP request to the engine, once for each requested sample.
 
@@ -376,7 +327,7 @@ class Server:
           max_tokens: token limit of each answer; 0: the prompt alone.
           stop, stop_tokens: texts and ids that end an answer.
           echo: texts or ids of the prompts, with which the answers begin.
-          read: returns what finds the tool calls of an answer.
+          read: returns what tells the parts of an answer apart.
 
         Raises:
           Refused: a limit is exceeded, or the engine does not accept them.
@@ -387,14 +338,14 @@ class Server:
         unknown = [token for token in body.stop_token_ids or () if token >= known]
         if unknown:
             raise Refused(400, f"stop_token_ids must be below {known}, the number of ids; found {unknown[0]}.")
-        grammar = _refuse_on_error(lambda: body.grammar)
+        grammar = refuse_on_error(lambda: body.grammar)
         constraints = [await self._constrain(*grammar) if grammar else None for _ in range(len(prompts) * body.samples)]
         ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
         stops = ends | frozenset(body.stop_token_ids or ())
         scores = 0 if body.samples > (body.n or 1) and body.likeliest is None else body.likeliest
         scored = [count for count in (body.prompt_logprobs, body.likeliest if echo else None) if count is not None]
         told = {"logprobs": scores, "prompt_logprobs": max(scored, default=None)}
-        sampling = dataclasses.replace(_refuse_on_error(lambda: body.sampling), **told)
+        sampling = dataclasses.replace(refuse_on_error(lambda: body.sampling), **told)
         submitted = self._start(
             partial(
                 self.engine.submit,
@@ -419,7 +370,7 @@ class Server:
             )
             opening = None if echo is None else self._echo(echo[index // body.samples])
             only = max_tokens == 0
-            answer = TextAnswer(request, self.tokenizer, details, stop, echo=opening, echo_only=only, tools=read())
+            answer = TextAnswer(request, self.tokenizer, details, stop, echo=opening, echo_only=only, readers=read())
             texts.append(answer)
         answers = Answers(texts, self.metrics, self.config.timeout)
         self._answers.add(answers)
@@ -475,7 +426,7 @@ class Server:
             return EventStream(answers, events(answers, envelope, body.samples, usage=usage))
         parts = await self._collect(request, answers)
         if parts is None:
-            return Response(status_code=_GONE)
+            return Response(status_code=GONE)
         best = choose_best(answers, body.samples, body.n or 1) if body.samples > (body.n or 1) else range(len(parts))
         choices = [(parts[number], answers.answers[number].details.describe(parts[number])) for number in best]
         prompts = [answers.answers[number].prompt_fields for number in best]
@@ -503,38 +454,7 @@ _MOST_COMPILING = 2
 _GRAMMAR_SECONDS = 10.0
 """Time limit for compiling a grammar, which cannot be interrupted when its client goes away."""
 _SHUTS_DOWN = "the server is shutting down."
-_DISCARD_SECONDS = 5.0
-"""Time limit for reading the rest of a body that is too large."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-
-
-T = TypeVar("T")
-
-
-def _parse(content: bytes, kind: type[R]) -> R:
-    """Parse a JSON body and validate it as a request of type `kind`.
-
-    Raises:
-      Refused: it is not JSON, or does not describe a request of this kind.
-    """
-    try:
-        tree = json.loads(content)
-        if b"\\u" in content or b"\xed" in content:
-            json.dumps(tree, ensure_ascii=False).encode()  # refuses lone surrogates, which no answer could repeat
-    except (ValueError, RecursionError) as error:
-        reason = str(error).partition("; use sys.")[0]  # advice for programs about numbers with many digits
-        raise Refused(400, f"the body is not valid JSON: {reason}.") from None
-    if not isinstance(tree, dict):
-        raise Refused(400, f"the body must be a JSON object; found {type(tree).__name__}.")
-    return _refuse_on_error(lambda: build_component(kind, tree, "the request"))
-
-
-def _refuse_on_error(make: Callable[[], T]) -> T:
-    """Return the result of `make()`; turn a ConfigError or ValueError into an HTTP error response of status 400."""
-    try:
-        return make()
-    except (ConfigError, ValueError) as error:
-        raise Refused(400, str(error)) from None
 
 
 def _is_address(host: str) -> bool:

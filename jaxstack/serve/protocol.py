@@ -16,7 +16,6 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.scores import MOST_LIKELIEST
 from jaxstack.serve.grammar import Kind
 from jaxstack.serve.token_details import Part
-from jaxstack.serve.tools import MessageCall, Tool, ToolChoice, Tools
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logprobs": (False, None),
@@ -33,8 +32,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"], None),
 }
 """Fields of other servers that are not supported here, with the values that are accepted: those that do nothing."""
-_NEUTRAL_IN_MESSAGES = ("refusal", "function_call", "audio", "annotations")
-"""Fields of the messages of an answer, which clients send back in the next request; only empty ones are accepted."""
 _IGNORED = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields that are accepted and ignored, because they do not change the answer."""
 
@@ -362,140 +359,6 @@ def _as_prompts(prompt: Any) -> Sequence[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
-class TextPart(Component):
-    """A text part of a chat message whose content is a list of parts."""
-
-    type: Literal["text"]
-    """Only texts are supported."""
-    text: str
-    """The text."""
-
-
-def _check_content(content: object) -> object:
-    """Check that a message is a text or a list of texts; name the first wrong part only."""
-    if not isinstance(content, list):
-        if content is None or isinstance(content, str):
-            return content
-        raise ValueError(f"it must be a text or a list of parts; found a value of type {type(content).__name__}")
-    for place, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = f" (type {part['type']!r})" if isinstance(part, dict) and isinstance(part.get("type"), str) else ""
-            raise ValueError(f'only parts {{"type": "text", "text": "..."}} are supported; part {place}{kind} is none')
-    return content
-
-
-class Message(Component):
-    """A message of a chat: its role and its content."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    """Who speaks; developer is the same as system."""
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(_check_content)] = None
-    """The text of the message, or parts of it."""
-    name: str | None = None
-    """Passed to the chat template."""
-    tool_call_id: str | None = None
-    """The call that a message of the role tool answers; required there, and passed to the chat template."""
-    tool_calls: Annotated[list[MessageCall], Field(max_length=1024, fail_fast=True)] | None = None
-    """The calls of a message of the assistant."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, fields: object) -> object:
-        if not isinstance(fields, Mapping):
-            raise ValueError("a message must be a JSON object")
-        for name in _NEUTRAL_IN_MESSAGES:
-            if fields.get(name) not in (None, "", [], {}):
-                raise ValueError(f"{name} is not supported in messages; leave it out")
-        return {name: value for name, value in fields.items() if name not in _NEUTRAL_IN_MESSAGES}
-
-    @model_validator(mode="after")
-    def _has_content(self) -> "Message":
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"content is required in a message of the role {self.role!r}")
-        if (self.role == "tool") != bool(self.tool_call_id):
-            raise ValueError("tool_call_id must be given in messages of the role 'tool', and only there")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls may be in messages of the role 'assistant' only")
-        return self
-
-    @property
-    def as_template_input(self) -> dict[str, Any]:
-        """Return the chat message as the dict that chat templates expect.
-
-        Raises:
-          ValueError: the arguments of a call are no JSON object.
-        """
-        calls = [call.as_template_input for call in self.tool_calls or ()]
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text} | {
-            key: value
-            for key, value in (("name", self.name), ("tool_call_id", self.tool_call_id), ("tool_calls", calls))
-            if value
-        }
-
-
-class ChatRequest(GenerationRequest):
-    """JSON body of a request to /v1/chat/completions."""
-
-    messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)
-    """The chat."""
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    """The newer name of max_tokens."""
-    logprobs: bool | None = None
-    """Return the log-probabilities of the answer's tokens."""
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
-    """Name this many likeliest tokens beside each one."""
-    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
-    """Functions that the model may call."""
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    """auto: the model decides whether to call a function; none: never; required: it must; or the function to call."""
-    parallel_tool_calls: bool | None = None
-    """False: an answer that must call a function has one call; what the model chooses itself is not limited."""
-
-    @model_validator(mode="after")
-    def _choice_is_a_tool(self) -> "ChatRequest":
-        named = [tool.function.name for tool in self.tools or ()]
-        if self.tool_choice not in (None, "none", "auto") and not named:
-            raise ValueError("tool_choice needs tools to choose from; add tools")
-        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in named:
-            wanted = self.tool_choice.function.name
-            raise ValueError(f"tool_choice names {wanted!r}, which is none of the tools; choose one of {named}")
-        return self
-
-    @property
-    def chosen_tools(self) -> Tools | None:
-        """The tools of the request; None if it has none, or the answer may call none."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        described = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
-        functions = [tool.function for tool in self.tools]
-        if isinstance(self.tool_choice, ToolChoice):
-            name = self.tool_choice.function.name
-            return Tools(described, [function for function in functions if function.name == name][:1])
-        several = self.tool_choice == "required"
-        return Tools(described, functions if several else (), several, 1 if self.parallel_tool_calls is False else None)
-
-    @property
-    def grammar(self) -> tuple[Kind, object] | None:
-        given = super().grammar
-        schema = None if self.chosen_tools is None else self.chosen_tools.schema
-        if schema is not None and given is not None:
-            raise ValueError("tool_choice asks for a call, response_format or the like for another form; leave out one")
-        return given if schema is None else ("json", schema)
-
-    @model_validator(mode="after")
-    def _tokens_are_scored(self) -> "ChatRequest":
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError(f"top_logprobs ({self.top_logprobs}) needs logprobs: set it to true")
-        return self
-
-    @property
-    def likeliest(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
 class Envelope:
     """Builds the JSON responses and stream events for one request to the completion or chat route."""
 
@@ -537,7 +400,8 @@ class Envelope:
         """Return the stream event with a new part of an answer and its further fields."""
         if not self._chat:
             return {**self._head("text_completion"), "choices": [self._choice(index, part, more)]}
-        delta: dict[str, Any] = {"content": part.text} if part.text else {}
+        delta: dict[str, Any] = {"reasoning_content": part.reasoning} if part.reasoning else {}
+        delta |= {"content": part.text} if part.text else {}
         if part.calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(part.calls)]
         choice = {"index": index, "delta": delta, "finish_reason": part.finish_reason, **more}
@@ -554,9 +418,13 @@ class Envelope:
     def _choice(self, index: int, part: Part, more: Mapping[str, Any]) -> dict[str, Any]:
         end = {"logprobs": None, "finish_reason": part.finish_reason, **more}
         if self._chat:
-            message = {"role": "assistant", "content": part.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
+            if part.calls or part.reasoning:
+                message["content"] = part.text or None
+            if part.reasoning:
+                message["reasoning_content"] = part.reasoning
             if part.calls:
-                message |= {"content": part.text or None, "tool_calls": list(part.calls)}
+                message["tool_calls"] = list(part.calls)
             return {"index": index, "message": message, **end}
         return {"index": index, "text": part.text, **end}
 

@@ -23,6 +23,7 @@ class Part:
       echoed: number of the first of these tokens that are the prompt's.
       finish_reason: None until the answer ends.
       calls: tool calls in OpenAI's form, at the end of the answer.
+      reasoning: what the tokens add to the reasoning before the text.
     """
 
     text: str
@@ -31,12 +32,15 @@ class Part:
     echoed: int = 0
     finish_reason: str | None = None
     calls: Sequence[Mapping[str, Any]] = ()
+    reasoning: str = ""
 
     def __add__(self, other: "Part") -> "Part":
         tokens = (*self.tokens, *other.tokens)
         scores = (*self.scores, *other.scores)
         text = self.text + other.text
-        return Part(text, tokens, scores, self.echoed + other.echoed, other.finish_reason, (*self.calls, *other.calls))
+        calls = (*self.calls, *other.calls)
+        reasoning = self.reasoning + other.reasoning
+        return Part(text, tokens, scores, self.echoed + other.echoed, other.finish_reason, calls, reasoning)
 
 
 class TokenTexts:

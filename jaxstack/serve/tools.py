@@ -10,6 +10,7 @@ from pydantic import Field
 
 from jaxstack.config.base import Component
 from jaxstack.data.tool_calls import ToolCall, ToolFormat
+from jaxstack.decoding.text_stream import overlap
 
 
 class Function(Component):
@@ -154,8 +155,7 @@ class ToolReader:
         place = self._held.find(opening)
         self._calls = place >= 0
         if place < 0:
-            place = len(self._held)
-            place -= next((n for n in range(len(opening) - 1, 0, -1) if self._held.endswith(opening[:n])), 0)
+            place = len(self._held) - overlap(self._held, opening)
         return self._release(len(self._held[:place].rstrip()))
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:

@@ -13,7 +13,7 @@ from jaxstack.errors import ConfigError
 
 pytest.importorskip("jinja2")
 pytest.importorskip("starlette")
-from jaxstack.serve.answers import ChatFormatter, TextAnswer
+from jaxstack.serve.answers import ChatFormatter, Readers, TextAnswer
 from jaxstack.serve.token_details import TokenDetails, TokenTexts
 from jaxstack.serve.tools import ToolReader, Tools
 
@@ -67,7 +67,7 @@ def test_a_template_tells_the_model_of_tools_and_its_calls_are_found(tokenizer):
     assert "add" in tokenizer.decode(prompt)
     request = Request(prompt, 100)
     details = TokenDetails(TokenTexts(tokenizer), chat=True, logprobs=None, prompt_logprobs=None, ids=True)
-    answer = TextAnswer(request, tokenizer, details, tools=ToolReader(TOOLS, form))
+    answer = TextAnswer(request, tokenizer, details, readers=Readers(ToolReader(TOOLS, form)))
     ids = tokenizer.encode('Sure.\n<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>').tolist()
     parts = []
     for token in ids:
@@ -94,8 +94,9 @@ def test_a_question_of_generate_is_checked_too(tokenizer):
 
 def test_special_tokens_are_text_where_calls_are_written_with_them(tokenizer):
     ids = [*tokenizer.encode("hä").tolist(), tokenizer.special_tokens["<|im_start|>"], *tokenizer.encode("x").tolist()]
-    for marked, text in ((True, "hä<|im_start|>x"), (False, "häx")):
-        stream = TextStream(tokenizer, marked=marked)
+    marks = {token: text for text, token in tokenizer.special_tokens.items()}
+    for kept, text in ((marks, "hä<|im_start|>x"), ({}, "häx")):
+        stream = TextStream(tokenizer, marks=kept)
         assert "".join(map(stream.push, ids)) + stream.finish() == text
 
 

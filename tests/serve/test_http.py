@@ -81,13 +81,15 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-def listen(engine: Engine, config: ServerConfig = LIMITS, **more) -> tuple["uvicorn.Server", int]:
+def listen(
+    engine: Engine, config: ServerConfig = LIMITS, *, tokenizer=TOKENIZER, **more
+) -> tuple["uvicorn.Server", int]:
     """Start a server in a thread; return it and its port."""
     from jaxstack.serve.http import Server
     from jaxstack.serve.listen import bind, uvicorn_settings
 
     place = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn_settings(Server(engine, TOKENIZER, "tiny", config, **more)))
+    server = uvicorn.Server(uvicorn_settings(Server(engine, tokenizer, "tiny", config, **more)))
     threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True).start()
     while not server.started:
         time.sleep(0.01)

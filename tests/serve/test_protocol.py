@@ -7,7 +7,8 @@ import pytest
 from jaxstack.config.loader import build_component
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
-from jaxstack.serve.protocol import ChatRequest, CompletionRequest, Envelope
+from jaxstack.serve.chat_request import ChatRequest
+from jaxstack.serve.protocol import CompletionRequest, Envelope
 from jaxstack.serve.token_details import Part
 
 

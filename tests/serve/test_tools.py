@@ -7,7 +7,7 @@ import pytest
 from jaxstack.config.loader import build_component
 from jaxstack.data.tool_calls import EXAMPLE, derive_format
 from jaxstack.errors import ConfigError
-from jaxstack.serve.protocol import ChatRequest
+from jaxstack.serve.chat_request import ChatRequest
 from jaxstack.serve.tools import ToolReader, Tools
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
