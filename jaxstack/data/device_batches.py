@@ -104,9 +104,13 @@ class BatchPlacement:
         return device_batches(arranged, BatchShardings(self.rules, rows), global_batch_size=global_batch_size)
 
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
-        """Copy a whole global batch to the devices as sharded arrays."""
+        """Copy a whole global batch to the devices as sharded arrays; every process has all of its rows."""
         rows = len(next(iter(check_batch(batch).values())))
-        return _put_batch(arrange(batch, self.rules), BatchShardings(self.rules, rows), rows)
+        arranged = arrange(batch, self.rules)
+        if jax.process_count() > 1:
+            here = self.local_rows(rows)
+            arranged = {name: np.asarray(x)[here] for name, x in arranged.items()}
+        return _put_batch(arranged, BatchShardings(self.rules, rows), rows)
 
 
 class BatchShardings(dict[str, NamedSharding]):

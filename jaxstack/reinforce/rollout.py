@@ -4,6 +4,7 @@ Dimensions: P prompts, G answers to each, B = P G rows of a batch, T tokens of a
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import time
@@ -11,11 +12,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxstack.data.batch_source import HostBatch
 from jaxstack.data.prompts import Prompt, Prompts
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.distributed.coordination import all_gather_arrays
 from jaxstack.files import write_json
 from jaxstack.loss import IGNORE
 from jaxstack.module_arrays.module import Dict
@@ -24,6 +27,15 @@ from jaxstack.reinforce.ahead import Ahead, SharedDevices
 from jaxstack.reinforce.config import RolloutConfig
 from jaxstack.reinforce.environment import Environment
 from jaxstack.reinforce.episodes import Episode, Episodes
+from jaxstack.reinforce.groups import (
+    Group,
+    Sampled,
+    answer_values,
+    groups_from_arrays,
+    groups_to_arrays,
+    means,
+    merged,
+)
 from jaxstack.reinforce.packing import fill_order, pack_answers
 from jaxstack.reinforce.policy import PolicyConfig
 from jaxstack.reinforce.rewards import RewardResult, Rewards, Sample
@@ -34,8 +46,6 @@ _EVALUATION = 2**31
 """Offset of the seeds of evaluations, whose answers are then not those of training."""
 _CARRIED = "carried"
 """Name in a checkpoint of answers that go on in the next rollout."""
-_SHOWN_GROUPS = 2
-"""Number of prompts of which answers are shown in the report."""
 _SPARE = 2**30
 """Offset of the seeds of answers to prompts that replace others."""
 
@@ -69,142 +79,6 @@ class Rollout:
         """Return the rollout that `to_arrays` has made into arrays."""
         batch = {name: array for name, array in arrays.items() if name not in ("versions", "metrics")}
         return cls(batch, arrays["versions"], json.loads(arrays["metrics"].item()))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """The answers to a prompt, complete or not.
-
-    Attributes:
-      place: of the prompt in the order of `Prompts.deal`.
-      answers: [G].
-    """
-
-    place: int
-    answers: Sequence[Answer]
-
-    @property
-    def complete(self) -> bool:
-        """True if all answers have ended."""
-        return all(answer.ended for answer in self.answers)
-
-
-def _groups_to_arrays(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
-    """Return groups as arrays, for a checkpoint: of all answers together, and the tokens of all together."""
-    answers = [answer for group in groups for answer in group.answers]
-    return {
-        "places": np.array([group.place for group in groups]),
-        "lengths": np.array([len(answer.tokens) for answer in answers]),
-        "text_tokens": np.array([answer.text_tokens for answer in answers]),
-        "ended": np.array([answer.ended for answer in answers]),
-        "tokens": np.array([x for answer in answers for x in answer.tokens], np.int32),
-        "log_probabilities": np.array([x for answer in answers for x in answer.log_probabilities], np.float32),
-        "versions": np.array([x for answer in answers for x in answer.versions], np.int32),
-        **{f"experts_{row}": answer.experts for row, answer in enumerate(answers) if answer.experts is not None},
-    }
-
-
-def _groups_from_arrays(arrays: Mapping[str, np.ndarray]) -> list[_Group]:
-    """Return the groups that `_groups_to_arrays` has made into arrays."""
-    ends = np.cumsum(arrays["lengths"])[:-1]
-    parts = [np.split(arrays[name], ends) for name in ("tokens", "log_probabilities", "versions")]
-    rows = zip(*parts, arrays["text_tokens"], arrays["ended"], strict=True)
-    answers = [
-        Answer(
-            tuple(tokens.tolist()),
-            tuple(log_probabilities.tolist()),
-            int(text_tokens),
-            tuple(versions.tolist()),
-            bool(ended),
-            arrays.get(f"experts_{row}"),
-        )
-        for row, (tokens, log_probabilities, versions, text_tokens, ended) in enumerate(rows)
-    ]
-    samples = len(answers) // len(arrays["places"])
-    return [
-        _Group(int(place), answers[number * samples : (number + 1) * samples])
-        for number, place in enumerate(arrays["places"])
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sampled:
-    """Rewarded answers, those to a prompt one after the other.
-
-    Attributes:
-      samples: G, the number of answers to a prompt.
-      prompts: the prompt of each answer [B].
-      answers: [B].
-      results: their rewards [B].
-      rollout_seconds: time of the sampling.
-      reward_seconds: time of the rewards.
-    """
-
-    samples: int
-    prompts: Sequence[Prompt]
-    answers: Sequence[Episode]
-    results: Sequence[RewardResult]
-    rollout_seconds: float
-    reward_seconds: float
-
-    def __add__(self, other: "_Sampled") -> "_Sampled":
-        """Return the answers of both."""
-        return _Sampled(
-            self.samples,
-            [*self.prompts, *other.prompts],
-            [*self.answers, *other.answers],
-            [*self.results, *other.results],
-            self.rollout_seconds + other.rollout_seconds,
-            self.reward_seconds + other.reward_seconds,
-        )
-
-    @property
-    def rewards(self) -> np.ndarray:
-        """The rewards, float32 [P, G]."""
-        return np.array([result.total for result in self.results], np.float32).reshape(-1, self.samples)
-
-    def groups(self, numbers: Sequence[int] | np.ndarray) -> "_Sampled":
-        """Return the answers to some of the prompts, of which `numbers` are the places among the P."""
-        rows = [number * self.samples + row for number in numbers for row in range(self.samples)]
-        lists = (self.prompts, self.answers, self.results)
-        prompts, answers, results = ([values[row] for row in rows] for values in lists)
-        return dataclasses.replace(self, prompts=prompts, answers=answers, results=results)
-
-    def shown(self) -> list[dict[str, Any]]:
-        """Return the best and the worst answer to each of the first prompts as plain JSON, for the report."""
-        rewards = self.rewards[:_SHOWN_GROUPS]
-        rows = [
-            group * self.samples + place
-            for group, values in enumerate(rewards)
-            for place in dict.fromkeys([int(values.argmax()), int(values.argmin())])
-        ]
-        return [
-            {
-                "prompt": self.prompts[row].text,
-                "messages": [*self.answers[row].messages],
-                "reward": self.results[row].total,
-                "rewards": dict(self.results[row].parts),
-                "truncated": self.answers[row].truncated,
-                "problems": [*filter(None, [self.results[row].error]), *self.answers[row].failures],
-            }
-            for row in rows
-        ]
-
-    def metrics(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the values of all answers for the log; `names` are those of the rewards."""
-        rewards = self.rewards
-        found = {
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std(1, ddof=min(1, self.samples - 1)).mean()),
-            "useful_groups": float(np.mean(np.ptp(rewards, axis=1) > 0)),
-            **_lengths(self.answers),
-            "rollout_seconds": self.rollout_seconds,
-            "reward_seconds": self.reward_seconds,
-        }
-        if len(names) > 1:
-            for name in names:
-                found[f"reward_{name}"] = float(np.mean([result.parts[name] for result in self.results]))
-        return found
 
 
 class Rollouts:
@@ -256,9 +130,13 @@ class Rollouts:
             self._roll_out, self._weights, self.devices, updates=policy.updates, stale_steps=config.stale_steps
         )
         self._known: Sequence[Rollout] = ()
-        self._carried: Sequence[_Group] = ()
+        self._carried: Sequence[Group] = ()
         """The answers that go on in the next rollout. For the thread that samples."""
         self._shards = self._microbatches = 1
+        self._process = jax.process_index()
+        self._processes = jax.process_count()
+        """Each process answers its share of the prompts, and then has the answers of all."""
+        self._exchanges = 0
         self.current: Rollout | None = None
         """The rollout of the newest batch."""
 
@@ -303,13 +181,14 @@ class Rollouts:
 
     @property
     def asked(self) -> int:
-        """Number of answers that a rollout samples, those that are left to the next one included."""
-        return (self._config.prompts + self._config.carried_prompts) * self._policy.samples
+        """Number of answers that this process samples in a rollout, those that are left to the next one included."""
+        return (self._config.prompts + self._config.carried_prompts) // self._processes * self._policy.samples
 
     @property
     def largest(self) -> int:
-        """Largest number of answers that are asked for at a time."""
-        return max(self.asked, 2 * min(len(self.prompts.held_out), self._config.eval_prompts))
+        """Largest number of answers that are asked for at a time in this process."""
+        held_out = min(len(self.prompts.held_out), self._config.eval_prompts)
+        return max(self.asked, 2 * -(-held_out // self._processes))
 
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> HostBatch:
         """Return a batch without answers: the shapes and dtypes of all batches."""
@@ -344,7 +223,7 @@ class Rollouts:
         """
         parts = {str(place): rollout.to_arrays() for place, rollout in enumerate(self._ahead.waiting())}
         if self._carried:
-            parts[_CARRIED] = _groups_to_arrays(self._carried)
+            parts[_CARRIED] = groups_to_arrays(self._carried)
         found = {f"{part}/{name}": x for part, arrays in parts.items() for name, x in arrays.items()}
         return {**found, "settings": np.array(self._settings)} if found else {}
 
@@ -356,14 +235,11 @@ class Rollouts:
         if arrays["settings"].item() != self._settings:
             self._say("warning: answers in the checkpoint are not used, as the run now samples others")
             return
-        parts: dict[str, dict[str, np.ndarray]] = {}
-        for path, array in arrays.items():
-            part, _, name = path.partition("/")
-            parts.setdefault(part, {})[name] = array
-        del parts["settings"]
+        parts = {path.partition("/")[0] for path in arrays} - {"settings"}
         if _CARRIED in parts:
-            self._carried = _groups_from_arrays(parts.pop(_CARRIED))
-        self._known = [Rollout.from_arrays(parts[place]) for place in sorted(parts, key=int)]
+            self._carried = groups_from_arrays(_of_part(_CARRIED, arrays))
+        numbers = sorted(parts - {_CARRIED}, key=int)
+        self._known = [Rollout.from_arrays(_of_part(number, arrays)) for number in numbers]
 
     @property
     def _settings(self) -> str:
@@ -384,18 +260,21 @@ class Rollouts:
             return None
         self._ahead.waiting()  # the engine is theirs until they are complete
         began = time.perf_counter()
-        seeds = [_EVALUATION + number for number in range(len(asked))]
-        temperatures = [self._config.temperature] * len(asked) + [0.0] * len(asked)
+        numbers = range(len(asked))[self._process :: self._processes]
+        mine = [asked[number] for number in numbers]
+        seeds = [_EVALUATION + number for number in numbers]
+        temperatures = [self._config.temperature] * len(mine) + [0.0] * len(mine)
         weights = self._weights()
         with self.devices.lend():
-            answers = self._answer(weights, 0, [*asked, *asked], temperatures, seeds * 2)
-        results = self._reward([*asked, *asked], answers)
+            answers = self._answer(weights, 0, mine * 2, temperatures, seeds * 2)
+        results = self._reward(mine * 2, answers)
         totals = np.array([result.total for result in results]).reshape(2, -1)
-        sampled = answers[: len(asked)]
+        values = {"reward": totals[0], "reward_greedy": totals[1], **answer_values(answers[: len(mine)])}
+        parts = self._exchange(values)
+        names = dict.fromkeys(name for part in parts for name in part)
+        whole = {name: np.concatenate([part[name] for part in parts if name in part]) for name in names}
         return {
-            "eval_reward": float(totals[0].mean()),
-            "eval_reward_greedy": float(totals[1].mean()),
-            **{f"eval_{name}": value for name, value in _lengths(sampled).items()},
+            **{f"eval_{name}": value for name, value in means(whole).items()},
             "eval_items": float(len(asked)),
             "eval_seconds": time.perf_counter() - began,
         }
@@ -423,25 +302,25 @@ class Rollouts:
             metrics["carried_answers"] = float(np.mean([len({*answer.versions}) > 1 for answer in sampled.answers]))
         counts = self._policy.counts(sampled.rewards)
         kept = np.sort(np.argsort(~counts, kind="stable")[:wanted])
-        if self._folder is not None:
+        if self._folder is not None and self._process == 0:
             write_json(self._folder / SAMPLES, {"rollout": number, "samples": sampled.shown()})
         batch, versions = self._arrange(sampled.groups(kept))
         if "computed" in batch:
             metrics["computed"] = float(batch["computed"].mean())
         return Rollout(batch, versions, metrics)
 
-    def _groups(self, number: int) -> list[_Group]:
+    def _groups(self, number: int) -> list[Group]:
         """Return the groups of rollout `number`: those that were left to it, and new ones."""
         end = (number + 1) * self._config.prompts + self._config.carried_prompts
         count = self._config.prompts + self._config.carried_prompts - len(self._carried)
         return [*self._carried, *map(self._new_group, range(end - count, end))]
 
-    def _new_group(self, place: int) -> _Group:
-        return _Group(place, [NOT_BEGUN] * self._policy.samples)
+    def _new_group(self, place: int) -> Group:
+        return Group(place, [NOT_BEGUN] * self._policy.samples)
 
     def _sample(
-        self, weights: Dict, version: int, groups: Sequence[_Group], *, spare: bool = False
-    ) -> tuple["_Sampled", list[_Group]]:
+        self, weights: Dict, version: int, groups: Sequence[Group], *, spare: bool = False
+    ) -> tuple[Sampled, list[Group]]:
         """Answer and reward as many groups as a rollout has; return them, and the groups that are left.
 
         Args:
@@ -452,7 +331,8 @@ class Rollouts:
         """
         began = time.perf_counter()
         samples = self._policy.samples
-        wanted = self._config.prompts
+        groups = groups[self._process :: self._processes]
+        wanted = self._config.prompts // self._processes
         prompts = self.prompts.deal([group.place for group in groups], spare=spare)
         asked = [prompt for prompt in prompts for _ in range(samples)]
         first = self._seed * 7919 + spare * _SPARE
@@ -476,14 +356,31 @@ class Rollouts:
         episodes = self._answer(weights, version, asked, temperatures, seeds, go_on if carries else None)
         answered = time.perf_counter()
         if carries:
-            groups = [_Group(group.place, taken[n * samples :][:samples]) for n, group in enumerate(groups)]
+            groups = [Group(group.place, taken[n * samples :][:samples]) for n, group in enumerate(groups)]
         chosen = [n for n, group in enumerate(groups) if group.complete or not carries][:wanted]
         rows = [n * samples + row for n in chosen for row in range(samples)]
         asked, episodes = [asked[row] for row in rows], [episodes[row] for row in rows]
         results = self._reward(asked, episodes)
         seconds = answered - began, time.perf_counter() - answered
         left = [group for n, group in enumerate(groups) if n not in chosen]
-        return _Sampled(samples, asked, episodes, results, *seconds), left
+        places = [groups[n].place for n in chosen]
+        return self._gathered(Sampled(samples, places, asked, episodes, results, *seconds), left, spare=spare)
+
+    def _gathered(self, sampled: Sampled, left: list[Group], *, spare: bool) -> tuple[Sampled, list[Group]]:
+        """Return what all processes have sampled, and what they have left, given what this one has."""
+        if self._processes == 1:
+            return sampled, left
+        arrays = {f"sampled/{name}": x for name, x in sampled.to_arrays().items()}
+        parts = self._exchange({**arrays, **{f"left/{name}": x for name, x in groups_to_arrays(left).items()}})
+        found = [_of_part("sampled", part) for part in parts]
+        others = [group for part in parts for group in groups_from_arrays(_of_part("left", part))]
+        deal = functools.partial(self.prompts.deal, spare=spare)
+        return merged([Sampled.from_arrays(part, deal) for part in found]), sorted(others, key=lambda one: one.place)
+
+    def _exchange(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+        """Return the arrays of all processes. All call it in the same order."""
+        self._exchanges += 1
+        return all_gather_arrays(f"answers-{self._exchanges}", arrays)
 
     def _answer(
         self,
@@ -543,7 +440,7 @@ class Rollouts:
                 f"(prompt {_shown(prompt.text)}, answer {_shown(answer.text)})"
             )
 
-    def _arrange(self, sampled: "_Sampled") -> tuple[HostBatch, np.ndarray]:
+    def _arrange(self, sampled: Sampled) -> tuple[HostBatch, np.ndarray]:
         """Return the answers as a batch, one in each row, and the versions of tokens; only sampled ones have labels."""
         batch = self._empty(len(sampled.answers))
         versions = np.full_like(batch["labels"], -1)
@@ -582,17 +479,9 @@ class Rollouts:
         }
 
 
-def _lengths(answers: Sequence[Episode]) -> dict[str, float]:
-    """Return the mean length of answers, and of those in an environment the mean number of turns and calls."""
-    found = {
-        "answer_tokens": float(np.mean([answer.count for answer in answers])),
-        "truncated": float(np.mean([answer.truncated for answer in answers])),
-    }
-    if any(answer.reward is not None for answer in answers):
-        found["turns"] = float(np.mean([answer.turns for answer in answers]))
-        found["tool_calls"] = float(np.mean([answer.calls for answer in answers]))
-        found["failed_calls"] = float(np.mean([len(answer.failures) for answer in answers]))
-    return found
+def _of_part(part: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays whose name begins with `part/`, without that."""
+    return {name.removeprefix(f"{part}/"): x for name, x in arrays.items() if name.startswith(f"{part}/")}
 
 
 def _shown(text: object) -> str:

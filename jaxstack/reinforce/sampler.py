@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jaxstack.decoding.cache_room import has_pages, shares_pages
 from jaxstack.decoding.config import EngineConfig
@@ -21,7 +23,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models import Transformer
 from jaxstack.models.restack import join_projections, restack, same_stacking
 from jaxstack.module_arrays.module import Dict, ModuleArrays
-from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.reinforce.config import SamplerConfig
 from jaxstack.state import TrainState
 from jaxstack.stored.model import initial_variables
@@ -90,7 +92,8 @@ class Sampler:
 
     Weights stay on the devices: they are copied, cast to the compute dtype and unrolled there, adapters are merged, and
     they are laid out as the engine needs them, whole on each device but for tensor parallelism; there, projections of
-    the same input are one layer. Between rollouts they and the cache of keys and values are freed.
+    the same input are one layer. Between rollouts they and the cache of keys and values are freed. Of several
+    processes each has a sampler of its own, which uses the process's devices alone.
 
     The tokens of a prompt are computed once, except for those after its last full page of the cache, however many
     answers it has.
@@ -103,6 +106,9 @@ class Sampler:
       stop_tokens: ids that end an answer.
       records_experts: answers have `experts`.
       borrow: returns a context in which a thread other than the trainer's may use the devices; None: they are its own.
+
+    Raises:
+      ConfigError: a process has a part of the devices of tensor parallelism.
     """
 
     def __init__(
@@ -127,11 +133,13 @@ class Sampler:
         self._dtype = model.dtype
         self._unjoined = ModuleArrays(self._make_unjoined)
         self._module = ModuleArrays(self._make_joined) if self._joins else self._unjoined
-        parallel = ParallelConfig(data=mesh.size // mesh.shape["tensor"], tensor=mesh.shape["tensor"])
-        self._rules = make_rules(make_mesh(parallel, list(mesh.devices.flat)))
+        everywhere = _engine_rules(list(mesh.devices.flat), mesh.shape["tensor"])
+        here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+        self._mesh = everywhere.mesh
+        self._rules = _engine_rules(here, mesh.shape["tensor"])
         self._non_params = initial_variables(self._module)
-        placed = jax.tree.map(lambda x: x.sharding, cast_shapes(self._module, self._rules))
-        self._handed_over = jax.jit(self._hand_over, out_shardings=placed)
+        self._handed_over = jax.jit(self._hand_over, out_shardings=_shardings(self._module, everywhere))
+        self._shardings = _shardings(self._module, self._rules)
         self._config = config
         self._size = size
         unit = self._rules.degree(self._rules.table["batch"])
@@ -177,8 +185,9 @@ class Sampler:
 
     def weights(self, state: TrainState) -> Dict:
         """Return a copy of the weights of a train state for `load`. The state may be donated afterwards."""
-        with jax.set_mesh(self._rules.mesh):
-            return self._handed_over(state.params, state.non_params)
+        with jax.set_mesh(self._mesh):
+            weights = self._handed_over(state.params, state.non_params)
+        return jax.tree.map(_local_array, weights, self._shardings)
 
     def load(self, params: Dict, version: int = 0) -> None:
         """Use weights from `weights`, and make room for keys and values.
@@ -340,6 +349,29 @@ class Sampler:
         for number in left[: self._engine_config.slots]:
             numbers.setdefault(tuple(prompts[number]), number)
         return [*numbers.values()] if len(numbers) < len(left) else []
+
+
+def _engine_rules(devices: Sequence[Any], tensor: int) -> AxisRules:
+    """Return the rules of an engine on these devices: tensor parallelism, and all other devices on `data`."""
+    parts = [{device.process_index for device in devices[at : at + tensor]} for at in range(0, len(devices), tensor)]
+    if len(devices) % tensor or any(len(part) > 1 for part in parts):
+        raise ConfigError(
+            f"answers are sampled by each process with its own devices, so that parallel.tensor ({tensor}) must divide "
+            f"the number of devices of a process; found {jax.local_device_count()}."
+        )
+    return make_rules(make_mesh(ParallelConfig(data=len(devices) // tensor, tensor=tensor), devices))
+
+
+def _shardings(module: ModuleArrays, rules: AxisRules) -> Any:
+    return jax.tree.map(lambda x: x.sharding, cast_shapes(module, rules))
+
+
+def _local_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Return the shards of this process's devices as an array on these devices alone."""
+    shards = {shard.device: shard.data for shard in x.addressable_shards}
+    return jax.make_array_from_single_device_arrays(
+        x.shape, sharding, [shards[device] for device in sharding.addressable_devices]
+    )
 
 
 def _split(rows: int, parts: int, unit: int) -> int:

@@ -94,13 +94,17 @@ class ReinforcementTask(Task):
         """Open the environment, the prompts and the rewards.
 
         Raises:
-          ConfigError: there are several processes, prompts or rewards cannot be read, the environment cannot be used,
-            or the chat template cannot write its tools and turns.
+          ConfigError: the processes do not divide the prompts, prompts or rewards cannot be read, the environment
+            cannot be used, or the chat template cannot write its tools and turns.
         """
-        if jax.process_count() > 1:
-            raise ConfigError(
-                f"jaxstack.reinforce runs in one process, with all GPUs of a machine; found {jax.process_count()}."
-            )
+        processes = jax.process_count()
+        for name in ("prompts", "carried_prompts"):
+            value = getattr(config.rollout, name)
+            if value % processes:
+                raise ConfigError(
+                    f"rollout.{name} ({value}) must be divisible by the {processes} processes, each of which answers "
+                    f"its share of them; nearest: {value // processes * processes + processes}."
+                )
         environment = config.rollout.environment
         self._environment = Environment(environment) if environment.path else None
         known = Description() if self._environment is None else self._environment.description
@@ -137,7 +141,7 @@ class ReinforcementTask(Task):
         if config.rollout.environment.path:  # further turns find full pages in the cache
             longest = max(longest, config.rollout.engine.page_size + 1)
         size = SamplerSize(
-            prompts=config.rollout.prompts + config.rollout.carried_prompts,
+            prompts=data.asked // config.policy.samples,
             answers=data.asked,
             requests=data.largest,
             longest=longest,

@@ -356,7 +356,7 @@ def load_reward_model(directory: str | Path, overrides: Sequence[str] = (), *, s
     if not sets_layout(overrides):
         simulated = config.parallel.simulate_devices
         config = config.model_copy(update={"parallel": ParallelConfig(simulate_devices=simulated)})
-    setting = Setting.of(config, "decode", chosen=True)
+    setting = Setting.of(config, "decode", chosen=True, local=True)
     unrolled = config.model.model_copy(update={"scan_layers": False})
 
     def make(rngs: nnx.Rngs) -> Transformer:

@@ -39,13 +39,14 @@ class Setting:
     mesh: Mesh | AbstractMesh
 
     @classmethod
-    def of(cls, config: RunConfig, purpose: Purpose, *, chosen: bool = False) -> "Setting":
+    def of(cls, config: RunConfig, purpose: Purpose, *, chosen: bool = False, local: bool = False) -> "Setting":
         """Start the devices and the compilation cache, choose the layout, and make the mesh.
 
         Args:
           config: configuration of the run. Degrees of -1 and `parallel: auto` are filled in.
           purpose: training uses all devices; see `with_evaluation_layout` and `decoding_layout` for the others.
           chosen: True if the user chose the degrees for evaluation or decoding, in place of those of the training.
+          local: True if each of several processes decodes by itself, with its own devices.
 
         Raises:
           ConfigError: the devices cannot be started, or the layout does not fit them, the model or the batch.
@@ -59,9 +60,9 @@ class Setting:
         elif purpose == "evaluate":
             config = with_evaluation_layout(config, devices, chosen=chosen)
         else:
-            parallel = decoding_layout(config, devices, chosen=chosen)
+            parallel = decoding_layout(config, jax.local_device_count() if local else devices, chosen=chosen)
             config = config.model_copy(update={"parallel": parallel})
-        return cls(config, _mesh(config.parallel))
+        return cls(config, _mesh(config.parallel, local=local))
 
     @property
     def platform(self) -> str:
@@ -112,8 +113,9 @@ def open_rules(parallel: ParallelConfig) -> AxisRules:
     return make_rules(_mesh(_within(parallel, start_devices(parallel.simulate_devices))))
 
 
-def _mesh(parallel: ParallelConfig) -> Mesh:
-    return make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values()) * parallel.workers])
+def _mesh(parallel: ParallelConfig, *, local: bool = False) -> Mesh:
+    devices = jax.local_devices() if local else jax.devices()
+    return make_mesh(parallel, devices[: math.prod(parallel.degrees.values()) * parallel.workers])
 
 
 def with_training_layout(config: RunConfig, devices: int, cluster: Cluster | None = None) -> RunConfig:

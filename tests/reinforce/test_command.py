@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import jaxstack.reinforce.__main__ as command
 import jaxstack.train as train_command
@@ -15,66 +14,12 @@ from jaxstack.reinforce.environment import Environment
 from jaxstack.reinforce.task import reinforce
 from jaxstack.run.load import load
 from jaxstack.run_config import load_config
+from tests.reinforce.conftest import FIXTURE, metrics_of
 
-FIXTURE = Path(__file__).parents[1] / "models" / "huggingface" / "qwen3"
-WORDS = [*"abcdef", "what", "is", "it", "yes", "no"]
-GAME = """
-import random
-
-def add(x: int) -> int:
-    return x + 1
-
-class Game:
-    def step(self, answer):
-        return random.choice(["what", "is", "it"]), len(answer) % 3 + random.random(), random.random() < 0.3
-"""
 METRICS = {
     *("loss", "reward", "reward_std", "useful_groups", "answer_tokens", "truncated", "entropy", "clip_share", "kl"),
     *("sampler_logprob_difference", "rollout_seconds", "train_seconds"),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A checkpoint as on the Hub, with a tokenizer of words; prompts; a configuration."""
-    place = tmp_path_factory.mktemp("reinforce")
-    source = shutil.copytree(FIXTURE, place / "qwen3")
-    words = ["<unk>", "user", "assistant", *WORDS]
-    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    model.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    model.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
-    model.save(str(source / "tokenizer.json"))
-    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    lines = [json.dumps({"prompt": f"what is {WORDS[i % 6]} {WORDS[i % 5]}", "wanted": "yes"}) for i in range(30)]
-    (place / "prompts.jsonl").write_text("\n".join(lines))
-    config = {
-        "run": {"dir": str(place), "name": "grpo", "init_from": str(source)},
-        "data": {
-            "sources": [{"path": str(place / "prompts.jsonl"), "format": "prompt"}],
-            "chat": {"template": "chatml"},
-            "held_out_fraction": 0.2,
-        },
-        "reward": [{"name": "contains", "column": "wanted"}],
-        "policy": {"loss": "grpo", "samples": 4, "overlong": "keep"},
-        "rollout": {"prompts": 2, "max_tokens": 4, "engine": {"slots": 8, "page_size": 4}},
-        "train": {"steps": 4, "sequence_length": 16},
-        "schedule": {"name": "constant"},
-        "optimizer": {"learning_rate": 0.01},
-        "parallel": {"fsdp": 4, "data": 2},
-        "checkpoint": {"every_steps": 2},
-        "observe": {"trackers": ["jsonl"], "log_every": 1, "progress": False},
-    }
-    (place / "grpo.yaml").write_text(json.dumps(config))
-    (place / "game.py").write_text(GAME)
-    for name, content in (("plain", "m.content"), ("forgets", "m.content.split('</think>')[-1]")):
-        turn = "'<|im_start|>' + m.role + ' ' + " + content + " + '<|im_end|>'"
-        begin = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
-        (place / f"{name}.jinja").write_text("{% for m in messages %}{{ " + turn + " }}{% endfor %}" + begin)
-    return place
-
-
-def metrics_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_wrong_configurations_are_one_message(folder, capsys):

@@ -16,9 +16,10 @@ from jaxstack.loss import IGNORE
 from jaxstack.reinforce.config import EnvironmentConfig, RolloutConfig
 from jaxstack.reinforce.environment import Environment, Reply, Request, Tool, Work
 from jaxstack.reinforce.episodes import Episode
+from jaxstack.reinforce.groups import Sampled, answer_values, means
 from jaxstack.reinforce.policy import PolicyConfig
 from jaxstack.reinforce.rewards import EnvironmentReward, RewardResult, Rewards
-from jaxstack.reinforce.rollout import Rollouts, _lengths, _Sampled
+from jaxstack.reinforce.rollout import Rollouts
 from jaxstack.reinforce.sampler import Answer
 from jaxstack.reinforce.scorers import Failure
 from tests.data.test_chat_turns import DAY, SPECIAL
@@ -211,7 +212,7 @@ def test_a_history_is_what_was_sampled_and_what_the_template_appends(tokenizer, 
     assert [message["role"] for message in called.messages] == ["assistant", "tool", "tool", "assistant"]
 
     rewards = [RewardResult(reward, {}) for reward in (1.0, 0.0)]
-    sampled = _Sampled(2, rollouts.prompts.train, episodes, rewards, 0.0, 0.0)
+    sampled = Sampled(2, [0], rollouts.prompts.train, episodes, rewards, 0.0, 0.0)
     batch, versions = rollouts._arrange(sampled)
     ids = [*called.prompt, *called.tokens]
     begin = len(called.prompt) - 1
@@ -268,6 +269,6 @@ def test_limits_of_tokens_and_turns(tokenizer, folder):
 
 def test_the_metrics_of_turns():
     one = Episode((1,), tokens=[2, 3], sampled=[True, False], reward=0.0, turns=3, calls=2, failures=["x"])
-    found = _lengths([one, Episode((1,), tokens=[2], sampled=[True], reward=1.0, turns=1)])
+    found = means(answer_values([one, Episode((1,), tokens=[2], sampled=[True], reward=1.0, turns=1)]))
     assert found == {"answer_tokens": 1.0, "truncated": 0.0, "turns": 2.0, "tool_calls": 1.0, "failed_calls": 0.5}
-    assert "turns" not in _lengths([Episode((1,), sampled=[True])])
+    assert "turns" not in answer_values([Episode((1,), sampled=[True])])
