@@ -53,6 +53,8 @@ from jaxstack.serve.protocol import (
     embedding_body,
     error_body,
 )
+from jaxstack.serve.responses import ResponseEnvelope
+from jaxstack.serve.responses_request import ResponsesRequest
 from jaxstack.serve.token_details import Part, TokenDetails, TokenTexts
 from jaxstack.serve.tools import ToolReader
 
@@ -60,7 +62,7 @@ _COMPLETION_TOKENS = 16
 """Token limit of a completion without `max_tokens`, as OpenAI has it."""
 _PAGE = Path(__file__).with_name("chat.html")
 
-R = TypeVar("R", bound=GenerationRequest | EmbeddingRequest)
+R = TypeVar("R", bound=GenerationRequest | EmbeddingRequest | ResponsesRequest)
 
 
 class Server:
@@ -113,6 +115,7 @@ class Server:
                 Route("/v1/models/{name:path}", self._require_key(self._model)),
                 Route("/v1/completions", self._require_key(self._complete), methods=["POST"]),
                 Route("/v1/chat/completions", self._require_key(self._complete_chat), methods=["POST"]),
+                Route("/v1/responses", self._require_key(self._respond), methods=["POST"]),
                 Route("/v1/embeddings", self._require_key(self._embed), methods=["POST"]),
             ],
             exception_handlers={Refused: _refusal, HTTPException: _http_error, Exception: _failure},
@@ -200,6 +203,25 @@ class Server:
 
     async def _complete_chat(self, request: Request) -> Response:
         body = await self._parse(request, ChatRequest)
+        return await self._answer(request, body, await self._submit_chat(body), Envelope(self.name, chat=True))
+
+    async def _respond(self, request: Request) -> Response:
+        body = await self._parse(request, ResponsesRequest)
+        answers = await self._submit_chat(refuse_on_error(lambda: body.as_chat_request))
+        envelope = ResponseEnvelope(self.name, body)
+        if body.stream:
+            return EventStream(answers, envelope.events(answers))
+        parts = await self._collect(request, answers)
+        if parts is None:
+            return Response(status_code=GONE)
+        return JSONResponse(envelope.whole(parts[0], usage_of(answers, 1)))
+
+    async def _submit_chat(self, body: ChatRequest) -> Answers:
+        """Submit a chat to the engine, once for each requested sample.
+
+        Raises:
+          Refused: there is no chat template, or it refuses the chat; or as `_submit`.
+        """
         chat = self._chat
         if chat is None:
             raise Refused(
@@ -222,7 +244,7 @@ class Server:
         limit = body.max_completion_tokens or body.max_tokens or room
         stops = (*body.stops, *chat.stop)
         free = refuse_on_error(lambda: body.grammar) is None
-        answers = await self._submit(
+        return await self._submit(
             body,
             [prompt],
             limit,
@@ -230,7 +252,6 @@ class Server:
             chat.stop_tokens,
             read=lambda: Readers(tools and ToolReader(tools, form), chat.reader(prompt) if free else None),
         )
-        return await self._answer(request, body, answers, Envelope(self.name, chat=True))
 
     async def _embed(self, request: Request) -> Response:
         body = await self._parse(request, EmbeddingRequest)
@@ -508,7 +529,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = "/v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models, /health, /metrics"
+    known = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/models, /health, /metrics"
     messages = {404: f"there is nothing at {request.url.path}; known: {known}."}
     message = messages.get(error.status_code, f"{error.detail}: {request.method} {request.url.path}.")
     return JSONResponse(error_body(message, error.status_code), error.status_code, error.headers)

@@ -89,6 +89,31 @@ def _check_bias(bias: object) -> object:
     return found
 
 
+def drop_neutral(
+    fields: object,
+    neutral: Mapping[str, tuple[object, ...]],
+    ignored: Sequence[str],
+    reasons: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Return the fields of a body without those that ask for nothing.
+
+    Args:
+      fields: the body.
+      neutral: fields that are not supported, with the values that are accepted.
+      ignored: fields that are accepted with any value.
+      reasons: why fields are not supported, and the way out; by default the way out is to leave a field out.
+
+    Raises:
+      ValueError: it is no JSON object, or has a field that is not supported.
+    """
+    if not isinstance(fields, Mapping):
+        raise ValueError("the body must be a JSON object")
+    for name, known in neutral.items():
+        if name in fields and not _is_one_of(fields[name], known):
+            raise ValueError(f"{name} is not supported; {(reasons or {}).get(name, 'leave it out')}")
+    return {name: value for name, value in fields.items() if name not in neutral and name not in ignored}
+
+
 class StreamOptions(Component):
     """OpenAI's `stream_options`: what a streamed response contains in addition to the text."""
 
@@ -198,13 +223,8 @@ class GenerationRequest(Component):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, fields: object) -> object:
-        if not isinstance(fields, Mapping):
-            raise ValueError("the body must be a JSON object")
-        kept = dict(fields)
-        for name, neutral in _NEUTRAL.items():
-            if name in kept and name not in cls.model_fields and not _is_one_of(kept.pop(name), neutral):
-                raise ValueError(f"{name} is not supported; leave it out")
-        return {name: value for name, value in kept.items() if name not in _IGNORED}
+        own = cls.model_fields
+        return drop_neutral(fields, {name: known for name, known in _NEUTRAL.items() if name not in own}, _IGNORED)
 
     @model_validator(mode="after")
     def _prompt_is_scored_at_once(self) -> "GenerationRequest":

@@ -100,6 +100,7 @@ class Says(Echo):
 
     def __init__(self, tokenizer: SubwordTokenizer, text: str):
         super().__init__()
+        self.tokenizer = tokenizer
         self.stop_tokens = frozenset({tokenizer.special_tokens["<|im_end|>"]})
         self.tokens = tokenizer.encode_marked([text])[0][0].tolist()
         self.prompts = list[list[int]]()
