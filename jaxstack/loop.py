@@ -16,6 +16,7 @@ import jax
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.checkpoint.memory import MemoryCheckpoints
 from jaxstack.data.batch_source import items_in_batch
 from jaxstack.errors import JaxstackError
 from jaxstack.heartbeat import doing
@@ -156,7 +157,23 @@ class Loop:
             settings={name: configured[name] for name in _DECIDING if name in configured},
             accept_data_change=self.settings.resilience.accept_data_change,
             say=self.log.say,
+            memory=self._open_memory(stack, run_dir),
         )
+
+    def _open_memory(self, stack: contextlib.ExitStack, run_dir: Path) -> MemoryCheckpoints | None:
+        """Open the copies of the state in host memory; the context `stack` closes them. None: none are made."""
+        config = self.settings.checkpoint
+        if not config.memory_every_steps:
+            return None
+        memory = MemoryCheckpoints(
+            config.memory_every_steps,
+            run_dir,
+            self.trainer.abstract_stored_state,
+            report=self.log.say,
+            timeout_minutes=config.timeout_minutes,
+        )
+        self.log.say(memory.describe())
+        return stack.enter_context(memory)
 
     def _restore(self) -> int:
         """Restore the newest checkpoint, if there is one; return the number of training steps it had taken."""
@@ -175,7 +192,7 @@ class Loop:
         self.signs.note(saved=restored.step)
         jax.block_until_ready(self.trainer.state.params)
         seconds = time.perf_counter() - began
-        self.log.say(f"resuming from step {restored.step} ({self.run_dir}/checkpoints, restored in {seconds:.1f} s)")
+        self.log.say(f"resuming from step {restored.step} ({restored.source}, restored in {seconds:.1f} s)")
         return restored.step
 
     def _prepare(self, start: int) -> None:
@@ -243,20 +260,23 @@ class Loop:
                 saving = due and whole
                 evaluating = train.eval_every_steps and step % train.eval_every_steps == 0 and step < train.steps
                 stopping = stop.reached() and whole
-                if saving or evaluating or stopping or step == train.steps or self.trainer.waits:
+                copying = whole and step < train.steps and self._copy_is_due(step)
+                if saving or copying or evaluating or stopping or step == train.steps or self.trainer.waits:
                     while pending:
                         self._read(*pending.popleft())
                 with self.signs.waiting():
-                    self.state_check.check(step, self.trainer.state, before_save=saving or stopping)
+                    self.state_check.check(step, self.trainer.state, before_save=saving or copying or stopping)
                     # A checkpoint made while steps are skipped might be rolled back: it waits for a step that is taken.
                     self.save_postponed = saving and self.skipped > 0 and step < train.steps
                     if saving and not self.save_postponed:
                         self._save(step)
+                    if copying and not self.skipped:
+                        self._copy(step)
                     if stopping or (evaluating and self._evaluate(step, stop.reached)):
                         self._stop(step, stop.signum or 0)
-            if manager is not None:
+            if self.checkpoints is not None:
                 self.signs.note("save")
-                manager.wait()
+                self.checkpoints.wait()
                 self.signs.note(saved=self._committed())
             if stop.heard():  # during the last save: the rest can be done by the next start
                 self._stop(train.steps, stop.signum or 0)
@@ -268,7 +288,7 @@ class Loop:
         kept = ""
         if self.checkpoints is not None and step > self.start:
             self._save(step)
-            self.checkpoints.manager.wait()
+            self.checkpoints.wait()
             kept = f"; checkpoint {step} is saved"
         raise JaxstackError(
             f"the data ended after {step} batches, but train.steps is {self.trainer.train.steps}{kept}; give data "
@@ -286,6 +306,8 @@ class Loop:
         if self.skipped:
             self._skip(step, values, limits)
         values.pop("count")
+        if self.checkpoints is not None and self.checkpoints.memory is not None:
+            values |= self.checkpoints.memory.figures()
         if step == self.start + 1 and values["grad_norm"] == 0:
             self.log.say("warning: the gradient of every parameter is zero; does the loss depend on the model?")
         tokens = self.items_per_row * sizes.rows_before(step)
@@ -311,7 +333,25 @@ class Loop:
         self.checkpoints.save(step, self.trainer.stored_state, self.skips.to_json(), data)
         self.meter.exclude(time.perf_counter() - began)
 
+    def _copy_is_due(self, step: int) -> bool:
+        memory = self.checkpoints.memory if self.checkpoints is not None else None
+        return memory is not None and memory.is_due(step)
+
+    def _copy(self, step: int) -> None:
+        """Start to copy the state of this step to host memory, beside the next steps."""
+        if self.checkpoints is None:
+            return
+        began = time.perf_counter()
+        self.signs.note("save", saved=self._committed())
+        self.checkpoints.copy(step, self.trainer.stored_state, self.skips.to_json(), self.trainer.data_state)
+        self.meter.exclude(time.perf_counter() - began)
+
     def _committed(self) -> int:
+        """Return the step of the newest complete checkpoint or copy in memory, as far as it is known."""
+        memory = self.checkpoints.memory if self.checkpoints is not None else None
+        return max(self._saved(), memory.newest if memory is not None else -1)
+
+    def _saved(self) -> int:
         """Return the step of the newest complete checkpoint. The first time, also log how often to save."""
         record = self.checkpoints.manager.last_save if self.checkpoints is not None else None
         if record is None:
@@ -336,7 +376,7 @@ class Loop:
         if self.checkpoints is not None:
             if self.settings.checkpoint.save_on_exit:
                 self._save(step)
-            self.checkpoints.manager.wait()
+            self.checkpoints.wait()
             steps = self.checkpoints.manager.all_steps()
             self.signs.note("end", saved=self._committed())
             kept = f"checkpoint {steps[-1]} in {self.run_dir}" if steps else "no checkpoint kept"

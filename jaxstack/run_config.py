@@ -214,7 +214,11 @@ class RunConfig(Component):
                 f"are {policy.baseline}, policy.drop_equal_groups is {str(policy.drop_equal_groups).lower()}; set it "
                 "to 0, or compare within groups and drop those that are equal."
             )
-        for name, value in (("train.steps", self.train.steps), ("checkpoint.every_steps", self.checkpoint.every_steps)):
+        for name, value in (
+            ("train.steps", self.train.steps),
+            ("checkpoint.every_steps", self.checkpoint.every_steps),
+            ("checkpoint.memory_every_steps", self.checkpoint.memory_every_steps),
+        ):
             if value % policy.updates:
                 return (
                     f"{name} ({value}) must be divisible by policy.updates ({policy.updates}), so that no rollout is "

@@ -13,6 +13,10 @@ class CheckpointConfig(Component):
     every_steps: int = Field(default=1000, ge=1)
     """Save at every multiple of this many steps, and at the last one; never at step 0."""
 
+    memory_every_steps: int = Field(default=0, ge=0)
+    """Copy the state to the host memory of this node and of another one at every multiple of this many steps, for
+    restarts by the launcher; 0: never."""
+
     keep: int = Field(default=3, ge=1)
     """Number of newest checkpoints to keep. An older one is deleted only after a newer one is committed."""
 

@@ -1,8 +1,8 @@
 """Cleans up after killed processes: what is left of a run whose launcher was killed, and files in /dev/shm.
 
-As a script, `cleanup.py FOLDER`, it kills the processes of a run whose launcher was killed. Its standard input is a
-pipe from the launcher, whose end it waits for. When the launcher dies, the operating system ends its children, but not
-the processes that these have started, such as a trainer below a shell. The script runs as a file, with only the
+As a script, `cleanup.py FOLDER [MEMORY]`, it kills the processes of a run whose launcher was killed. Its standard input
+is a pipe from the launcher, whose end it waits for. When the launcher dies, the operating system ends its children, but
+not the processes that these have started, such as a trainer below a shell. The script runs as a file, with only the
 standard library, so that it starts at once and stays small.
 """
 
@@ -29,11 +29,13 @@ class CleanupProcess:
 
     Args:
       folder: a path that is in the environment of all processes of the run.
+      memory: folder of copies of the run's state, which is removed too; None: there is none.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, memory: Path | None = None):
+        folders = [str(path) for path in (folder, memory) if path is not None]
         self._first = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(folder)],
+            [sys.executable, "-I", "-S", __file__, *folders],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         self._first.wait()
@@ -55,8 +57,8 @@ def find_marked_processes(folder: str) -> list[int]:
     return found
 
 
-def wait_and_kill(folder: str) -> None:
-    """Wait for the end of the launcher, then kill the processes of the run that are left and remove `folder`."""
+def wait_and_kill(folder: str, *others: str) -> None:
+    """Wait for the end of the launcher, then kill the processes of the run that are left, and remove the folders."""
     if os.fork():
         os._exit(0)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -70,7 +72,8 @@ def wait_and_kill(folder: str) -> None:
         if not left:
             break
         time.sleep(_ROUND_SECONDS)
-    shutil.rmtree(folder, ignore_errors=True)
+    for path in (folder, *others):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def list_files(folder: Path = FOLDER) -> set[Path]:
@@ -123,4 +126,4 @@ def _used_files() -> set[tuple[int, int]]:
 
 
 if __name__ == "__main__":
-    wait_and_kill(sys.argv[1])
+    wait_and_kill(*sys.argv[1:])

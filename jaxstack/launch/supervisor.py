@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from jaxstack.checkpoint import memory_folder
 from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, LOCAL_DEVICES, Nodes, split_devices
 from jaxstack.errors import ConfigError
 from jaxstack.launch import cleanup
@@ -91,6 +92,7 @@ class Supervisor:
         self._signum: int | None = None
         self._heard = 0.0
         self._told: dict[int, float] = {}
+        self._memory: Path | None = None
 
     def run(self) -> int:
         """Start the processes, and restart them after failures, until the job is done or has failed too often.
@@ -99,7 +101,8 @@ class Supervisor:
           The exit code: 0, 143, 130 or 129 after a signal, 2 for a wrong configuration, 1 after too many failures.
         """
         folder = Path(tempfile.mkdtemp(prefix="jaxstack-launch-"))
-        cleanup = CleanupProcess(folder)
+        self._memory = memory_folder.make_folder()
+        cleanup = CleanupProcess(folder, self._memory)
         adopt_orphans()
         budget = RestartBudget(self.job.restarts)
         attempt = 0
@@ -125,6 +128,8 @@ class Supervisor:
         finally:
             cleanup.close()
             shutil.rmtree(folder, ignore_errors=True)
+            if self._memory is not None:
+                shutil.rmtree(self._memory, ignore_errors=True)
 
     def _attempt(self, folder: Path, attempt: int) -> Outcome:
         before = cleanup.list_files()
@@ -142,6 +147,8 @@ class Supervisor:
         total = job.processes * job.nodes.count
         first = job.processes * job.nodes.rank
         shared = {**os.environ, "JAXSTACK_ATTEMPT": str(attempt), "PYTHONUNBUFFERED": "1"}
+        if self._memory is not None:
+            shared[memory_folder.VARIABLE] = str(self._memory)
         if total > 1:
             shared |= {COORDINATOR: job.nodes.coordinator or f"127.0.0.1:{free_port()}", COUNT: str(total)}
         gpus = count_gpus() if job.processes > 1 else 0

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.checkpoint.memory import MemoryCheckpoints
 from jaxstack.data.fingerprint import data_difference, fingerprint_difference, shared_keys
+from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError
 
 _FIXED = "adapters"
@@ -29,6 +31,8 @@ class Restored(NamedTuple):
     """The record of skipped steps that was saved with it, or None."""
     data: Mapping[str, np.ndarray]
     """State of the data, see `Training.data_state`; {} if there was none."""
+    source: str
+    """Where it was restored from, for a message."""
 
 
 class RunCheckpoints:
@@ -42,6 +46,7 @@ class RunCheckpoints:
       settings: the sections of the configuration that decide the result, of which each checkpoint has a copy.
       accept_data_change: `resilience.accept_data_change`.
       say: reports a message.
+      memory: the copies of the state in host memory; None: there are none.
     """
 
     def __init__(
@@ -54,8 +59,10 @@ class RunCheckpoints:
         sources: list[dict[str, Any]] | None = None,
         accept_data_change: bool,
         say: Callable[[str], None],
+        memory: MemoryCheckpoints | None = None,
     ):
         self.manager = manager
+        self.memory = memory
         self._run_dir = run_dir
         self._say = say
         self._sources = sources
@@ -63,10 +70,12 @@ class RunCheckpoints:
         self._settings = settings
         self._accepts_data_change = accept_data_change
         self.saved_step = -1
-        """The step of the newest checkpoint that was restored or saved; -1: none."""
+        """The step of the newest checkpoint on disk that was restored or saved; -1: none."""
 
     def restore(self, abstract: Any, later: Mapping[str, Callable[[], Any]]) -> Restored | None:
-        """Restore the train state from the newest intact checkpoint; None if there is no checkpoint.
+        """Restore the train state from the newest intact copy in memory or checkpoint; None if there is neither.
+
+        A copy in memory is used if it is as new as the newest checkpoint on disk.
 
         Args:
           abstract: shapes, dtypes and shardings of the state.
@@ -76,10 +85,13 @@ class RunCheckpoints:
           ConfigError: the checkpoint is not of a training run, the data has changed and that is not accepted, or the
             adapters are others.
         """
-        step = self.manager.latest_step()
+        copied = self._newest_copy()
+        step = self.manager.latest_step() if copied is None else copied
         if step is None:
+            self._forget_copies(None)
             return None
-        extra: Any = self.manager.extra(step)
+        source = self.manager if copied is None or self.memory is None else self.memory
+        extra: Any = source.extra(step)
         saved = extra.get("data") if isinstance(extra, dict) else None
         if saved is None:
             raise ConfigError(
@@ -91,11 +103,29 @@ class RunCheckpoints:
             self._accept_data(difference)
         before = extra.get("settings") or {}
         self._check_fixed(step, before.get(_FIXED))
-        state, _ = self.manager.restore(step, abstract, later=later)
+        if isinstance(source, MemoryCheckpoints):
+            state = source.restore(step)
+            where = f"from memory: {source.sources}"
+        else:
+            state, _ = source.restore(step, abstract, later=later)
+            where = f"{self._run_dir}/checkpoints"
+            self.saved_step = step
         if changed := fingerprint_difference(before, shared_keys(before, self._settings)):
             self._say(f"warning: not as checkpoint {step} was trained: {changed}")
-        self.saved_step = step
-        return Restored(step, state, extra.get("skipped"), _arrays_of(self.manager.read_file(step, _DATA)))
+        data = _arrays_of(source.read_file(step, _DATA))
+        self._forget_copies(copied)
+        return Restored(step, state, extra.get("skipped"), data, where)
+
+    def _newest_copy(self) -> int | None:
+        """Return the newest usable step in memory, if none on disk is newer."""
+        if self.memory is None:
+            return None
+        return self.memory.latest_step(coordination.broadcast_from_first(max(self.manager.all_steps(), default=0)))
+
+    def _forget_copies(self, step: int | None) -> None:
+        """Delete the copies in memory but that of `step`, from which the run goes on; None: all."""
+        if self.memory is not None:
+            self.memory.keep(step)
 
     def _check_fixed(self, step: int, saved: Any) -> None:
         """Raise ConfigError if the adapters are not those that the checkpoint's parameters were trained with."""
@@ -130,18 +160,38 @@ class RunCheckpoints:
           skipped: the record.
           data: state of the data, see `Training.data_state`.
         """
-        extra = {
+        self.manager.save(step, state, self._extra(step, skipped), files=_files_of(data))
+        self.saved_step = step
+
+    def copy(self, step: int, state: Any, skipped: Any, data: Mapping[str, np.ndarray] | None = None) -> None:
+        """Begin to copy to host memory what `save` saves on disk."""
+        if self.memory is not None:
+            self.memory.copy(step, state, self._extra(step, skipped), _files_of(data))
+
+    def wait(self) -> None:
+        """Wait until nothing is being saved or copied.
+
+        Raises:
+          JaxstackError: the last save was not committed.
+        """
+        if self.memory is not None:
+            self.memory.wait()
+        self.manager.wait()
+
+    def _extra(self, step: int, skipped: Any) -> dict[str, Any]:
+        """Return the plain data of a checkpoint after `step` steps."""
+        return {
             "batches": step,
             "data": dict(self._data),
             "sources": self._sources,
             "skipped": skipped,
             "settings": dict(self._settings),
         }
-        self.manager.save(step, state, extra, files={_DATA: _file_of(data)} if data else {})
-        self.saved_step = step
 
     def roll_back(self, step: int) -> str:
         """Delete checkpoints newer than `step`, if an older one exists; return a message naming the newest one left."""
+        if self.memory is not None:
+            self.memory.discard_newer(step)
         newest = self.manager.latest_step()
         if newest is not None and newest > step and any(saved <= step for saved in self.manager.all_steps()):
             self.manager.discard_newer(step)
@@ -151,11 +201,13 @@ class RunCheckpoints:
         return f"rolled back to checkpoint {newest}, from which the same command goes on"
 
 
-def _file_of(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return arrays as the content of a compressed .npz file."""
+def _files_of(arrays: Mapping[str, np.ndarray] | None) -> dict[str, bytes]:
+    """Return the file of a checkpoint for the state of the data, a compressed .npz file; {} if there is no state."""
+    if not arrays:
+        return {}
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType] - no name is that of its own parameter
-    return file.getvalue()
+    return {_DATA: file.getvalue()}
 
 
 def _arrays_of(content: bytes | None) -> dict[str, np.ndarray]:

@@ -1,0 +1,333 @@
+"""Second copies of a process's state in the host memory of another node: who holds whose, and their transfer over HTTP.
+
+Each process runs a server for the copies that its node holds (`memory_folder.held_copies`), and is a client of the one
+that holds its own. A server listens on one address, that of the network on which the coordinator is reached. It answers
+only to a token that the processes exchange through the coordination service, and with mutual TLS where that has it.
+
+    PUT /RANK/STEP/FILE         store a file of the copy of process RANK; SHA256SUMS, sent last, completes the copy
+    GET /RANK/STEP/FILE         read a file of a complete copy
+    DELETE /RANK?keep=STEP,...  delete the other copies of process RANK
+"""
+
+import hmac
+import http.client
+import http.server
+import os
+import re
+import secrets
+import shutil
+import socket
+import socketserver
+import ssl
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxstack.checkpoint import manifest
+from jaxstack.checkpoint.memory_folder import held_copies
+from jaxstack.distributed.cluster import TLS_PEER_PREFIX, split_address
+
+_TARGET = re.compile(r"/(\d{1,9})/(\d{1,9})/((?:arrays/)?[A-Za-z0-9_][A-Za-z0-9_.-]*)")
+_RANK = re.compile(r"/(\d{1,9})\?keep=((?:\d{1,9}(?:,\d{1,9})*)?)")
+_CHUNK_BYTES = 2**20
+_SECONDS = 60.0
+"""Limit on the time in which nothing arrives at one end of a connection, or the other end checks the hashes."""
+_CHECK_SECONDS = 1800.0
+
+
+def find_holders(hosts: Sequence[str]) -> list[int]:
+    """Return for each process the process that holds the second copy of its state.
+
+    That is the process at the same place on the next node; on a single node, the next process.
+
+    Args:
+      hosts: the node of each process, under any name.
+    """
+    names = list(dict.fromkeys(hosts))
+    members = {name: [rank for rank, host in enumerate(hosts) if host == name] for name in names}
+    if len(names) == 1:
+        return [(rank + 1) % len(hosts) for rank in range(len(hosts))]
+    holders = []
+    for rank, host in enumerate(hosts):
+        others = members[names[(names.index(host) + 1) % len(names)]]
+        holders.append(others[members[host].index(rank) % len(others)])
+    return holders
+
+
+def local_address(coordinator: str) -> str:
+    """Return this host's address on the network on which it reaches the coordinator `HOST:PORT`.
+
+    Raises:
+      OSError: there is no way to the coordinator.
+    """
+    host, port = split_address(coordinator)
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # of a datagram socket: only chooses the route, nothing is sent
+        return probe.getsockname()[0]
+
+
+def _tls_context(files: Sequence[str], side: int) -> ssl.SSLContext:
+    """Return the context of mutual TLS with (certificate, key, CA); the names of hosts do not matter, as in jax's."""
+    certificate, key, authority = files
+    context = ssl.SSLContext(side)
+    context.check_hostname = False
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(certificate, key)
+    context.load_verify_locations(authority)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _check_peer(connection: Any) -> None:
+    """Check that the other end's certificate names a URI with the run's prefix, if the run has one.
+
+    Raises:
+      ssl.SSLError: it does not.
+    """
+    prefix = os.environ.get(TLS_PEER_PREFIX)
+    names = (connection.getpeercert() or {}).get("subjectAltName", ())
+    if prefix and not any(kind == "URI" and name.startswith(prefix) for kind, name in names):
+        raise ssl.SSLError(f"the certificate of the other process names no URI with the prefix {prefix}")
+
+
+class CopyServer:
+    """Stores and returns second copies of other processes, in threads of this process.
+
+    Args:
+      folder: the node's folder of copies.
+      host: address to listen on.
+      tls: (certificate, key, CA) of mutual TLS; None: without.
+    """
+
+    def __init__(self, folder: Path, host: str, tls: Sequence[str] | None = None):
+        self.token = secrets.token_hex(32)
+        """What clients must show."""
+        self._server = _Server(host, folder, self.token, tls)
+        self.address: tuple[str, int] = (host, self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, folder: Path, token: str, tls: Sequence[str] | None):
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.folder = folder
+        self.token = token
+        self._context = _tls_context(tls, ssl.PROTOCOL_TLS_SERVER) if tls else None
+        super().__init__((host, 0), _Handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        connection, address = self.socket.accept()
+        connection.settimeout(_SECONDS)
+        if self._context is not None:  # the handshake is left to the connection's own thread
+            connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore it: a stranger, or a client whose process died, which tells its own user."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    @property
+    def _node(self) -> _Server:
+        assert isinstance(self.server, _Server)
+        return self.server
+
+    def setup(self) -> None:
+        if isinstance(self.request, ssl.SSLSocket):
+            self.request.do_handshake()
+            _check_peer(self.request)
+        super().setup()
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        given = self.headers.get("Authorization", "")
+        if hmac.compare_digest(given.encode(), f"Bearer {self._node.token}".encode()):
+            return True
+        self._refuse(401, "another token")
+        return False
+
+    def do_PUT(self) -> None:
+        match = _TARGET.fullmatch(self.path)
+        length = self.headers.get("Content-Length", "")
+        if match is None or not length.isdigit():
+            self._refuse(400, "no file of a copy")
+            return
+        copies = held_copies(self._node.folder, int(match[1]))
+        step = int(match[2])
+        try:
+            if match[3] == manifest.INDEX:
+                copies.begin(step)
+            self._store(copies.staging(step) / match[3], int(length))
+            if match[3] == manifest.MANIFEST:
+                manifest.check(copies.staging(step), step)
+                copies.commit(step)
+        except (OSError, manifest.Damaged) as error:
+            self._refuse(507, f"{getattr(error, 'strerror', None) or error}")
+            return
+        self._answer(b"")
+
+    def _store(self, path: Path, length: int) -> None:
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "wb") as file:
+            while length:
+                chunk = self.rfile.read(min(length, _CHUNK_BYTES))
+                if not chunk:
+                    raise OSError("the connection ended early")
+                length -= len(chunk)
+                file.write(chunk)
+
+    def do_GET(self) -> None:
+        match = _TARGET.fullmatch(self.path)
+        try:
+            if match is None:
+                raise FileNotFoundError
+            path = held_copies(self._node.folder, int(match[1])).path(int(match[2])) / match[3]
+            with open(path, "rb") as file:
+                self.send_response(200)
+                self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
+                self.end_headers()
+                shutil.copyfileobj(file, self.wfile, _CHUNK_BYTES)
+        except FileNotFoundError:
+            self._refuse(404, "no such file")
+
+    def do_DELETE(self) -> None:
+        match = _RANK.fullmatch(self.path)
+        if match is None:
+            self._refuse(400, "no process")
+            return
+        kept = [int(step) for step in match[2].split(",") if step]
+        held_copies(self._node.folder, int(match[1])).keep(kept)
+        self._answer(b"")
+
+    def _answer(self, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _refuse(self, code: int, reason: str) -> None:
+        self.close_connection = True  # what it was sending is not read
+        self.send_error(code, reason[:200].encode("ascii", "replace").decode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+class TransferError(OSError):
+    """Raised if the other process does not store or return a copy; the message has its reason."""
+
+
+class CopyClient:
+    """Sends the copies of one process to the process that holds them, and reads them back.
+
+    Args:
+      rank: the process whose copies they are.
+      address: (host, port) of the holder's server.
+      token: the holder's token.
+      tls: (certificate, key, CA) of mutual TLS; None: without.
+    """
+
+    def __init__(self, rank: int, address: tuple[str, int], token: str, tls: Sequence[str] | None = None):
+        self._rank = rank
+        self._address = address
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._context = _tls_context(tls, ssl.PROTOCOL_TLS_CLIENT) if tls else None
+
+    def send(self, root: Path, step: int) -> None:
+        """Send the complete copy of `step` in the folder `root`. It counts for the holder once all of it is there.
+
+        Raises:
+          TransferError: it could not be sent, or not be stored.
+        """
+        digests = [name for name in manifest.list_files(root) if name not in (manifest.INDEX, manifest.MANIFEST)]
+        connection = self._connect()
+        try:
+            for name in (manifest.INDEX, *digests, manifest.MANIFEST):
+                with open(root / name, "rb") as file:
+                    if name == manifest.MANIFEST and connection.sock is not None:
+                        connection.sock.settimeout(_CHECK_SECONDS)
+                    headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
+                    self._exchange(connection, "PUT", f"/{self._rank}/{step}/{name}", file, headers).read()
+        finally:
+            connection.close()
+
+    def fetch(self, root: Path, step: int) -> None:
+        """Read the copy of `step` into the empty folder `root`, unchecked.
+
+        Raises:
+          TransferError: it could not be read.
+          manifest.Damaged: its manifest is damaged, so that its files are not known.
+        """
+        connection = self._connect()
+        try:
+            for name in (manifest.INDEX, manifest.MANIFEST):
+                self._read_file(connection, root, step, name)
+            for name in manifest.read_index(root)["files"]:
+                self._read_file(connection, root, step, name)
+        finally:
+            connection.close()
+
+    def keep(self, steps: Collection[int]) -> None:
+        """Delete the holder's copies of this process, except those of `steps`.
+
+        Raises:
+          TransferError: the holder does not answer.
+        """
+        connection = self._connect()
+        try:
+            kept = ",".join(str(step) for step in steps)
+            self._exchange(connection, "DELETE", f"/{self._rank}?keep={kept}").read()
+        finally:
+            connection.close()
+
+    def _read_file(self, connection: http.client.HTTPConnection, root: Path, step: int, name: str) -> None:
+        answer = self._exchange(connection, "GET", f"/{self._rank}/{step}/{name}")
+        (root / name).parent.mkdir(exist_ok=True)
+        try:
+            with open(root / name, "wb") as file:
+                shutil.copyfileobj(answer, file, _CHUNK_BYTES)
+        except http.client.HTTPException as error:
+            raise TransferError(f"{name}: {error!r}") from None
+
+    def _connect(self) -> http.client.HTTPConnection:
+        host, port = self._address
+        try:
+            if self._context is None:
+                return http.client.HTTPConnection(host, port, timeout=_SECONDS, blocksize=_CHUNK_BYTES)
+            connection = http.client.HTTPSConnection(
+                host, port, timeout=_SECONDS, context=self._context, blocksize=_CHUNK_BYTES
+            )
+            connection.connect()
+            _check_peer(connection.sock)
+        except OSError as error:
+            raise TransferError(f"{host}:{port} cannot be reached: {error.strerror or error}") from None
+        return connection
+
+    def _exchange(
+        self, connection: http.client.HTTPConnection, method: str, target: str, body: Any = None, headers: Any = None
+    ) -> http.client.HTTPResponse:
+        where = "{}:{}".format(*self._address)
+        try:
+            connection.request(method, target, body, {**self._headers, **(headers or {})})
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise TransferError(
+                f"{where} did not take {target}: {getattr(error, 'strerror', None) or error!r}"
+            ) from None
+        if answer.status != 200:
+            raise TransferError(f"{where} refused {target}: {answer.reason}")
+        return answer
