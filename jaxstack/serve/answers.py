@@ -341,7 +341,7 @@ class Answers:
             self._metrics.observe(answer.request, answer.tokens - before, self._newest[index], newest)
             self._newest[index] = newest
         if answer.ended:
-            self._metrics.observe_end(answer.request, now)
+            self._metrics.observe_end(answer.request, answer.tokens, now)
         return part
 
     def _notify(self) -> None:

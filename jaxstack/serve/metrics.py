@@ -12,6 +12,8 @@ from jaxstack.serve.engine import EngineGroup
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 _DURATION = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 
+_COUNT = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+
 
 class Metrics:
     """Prometheus metrics of a serving engine and of the latencies of its requests.
@@ -35,6 +37,15 @@ class Metrics:
         self._between = histogram("inter_token_latency_seconds", "Time between tokens.", _LATENCY)
         self._whole = histogram("e2e_request_latency_seconds", "Duration of requests.", _DURATION)
         self._queue = histogram("request_queue_time_seconds", "Time before a slot was free.", _DURATION)
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "Time from a free slot to the first token.", _DURATION
+        )
+        self._decode = histogram("request_decode_time_seconds", "Time from the first token to the last.", _DURATION)
+        self._inference = histogram("request_inference_time_seconds", "Time from a free slot to the end.", _DURATION)
+        self._mean = histogram("request_time_per_output_token_seconds", "Mean time between tokens.", _LATENCY)
+        self._prompt_tokens = histogram("request_prompt_tokens", "Tokens of a prompt.", _COUNT)
+        self._answer_tokens = histogram("request_generation_tokens", "Tokens of an answer.", _COUNT)
+        self._limit = histogram("request_params_max_tokens", "Token limit of an answer.", _COUNT)
 
     def observe(self, request: Request, tokens: int, before: float | None, now: float) -> None:
         """Record the latency of newly generated tokens of a request.
@@ -53,9 +64,21 @@ class Metrics:
         for _ in range(tokens):
             self._between.observe((now - before) / tokens)
 
-    def observe_end(self, request: Request, now: float) -> None:
-        """Record the total duration of a finished request."""
-        self._whole.observe(now - request.times.submitted)
+    def observe_end(self, request: Request, tokens: int, now: float) -> None:
+        """Record the durations and sizes of a finished request, whose answer has this number of tokens."""
+        times = request.times
+        self._whole.observe(now - times.submitted)
+        self._prompt_tokens.observe(len(request.prompt))
+        self._answer_tokens.observe(tokens)
+        self._limit.observe(request.max_tokens)
+        if times.started is None or times.first_token is None:
+            return
+        decode = (times.newest_token or now) - times.first_token
+        self._prefill.observe(times.first_token - times.started)
+        self._decode.observe(decode)
+        self._inference.observe(now - times.started)
+        if tokens > 1:
+            self._mean.observe(decode / (tokens - 1))
 
     def collect(self) -> Iterable[Metric]:
         """Yield the engine's current metrics; called by the Prometheus registry at each scrape."""

@@ -524,10 +524,19 @@ def test_the_metrics_have_the_names_of_vllm(client, port, engine):
         "generation_tokens_total", "num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
         "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
         "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "request_success_total",
+        "request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket",
+        "request_inference_time_seconds_bucket", "request_time_per_output_token_seconds_bucket",
+        "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_max_tokens_bucket",
     ):  # fmt: skip
         assert f"vllm:{name}{{" in text and 'model_name="tiny"' in text
     found = re.search(r'vllm:generation_tokens_total\{model_name="tiny"\} (\S+)', text)
     assert found is not None and float(found[1]) == engine.stats.generated_tokens > 0
+    counts = {
+        name: float(re.findall(rf'vllm:{name}_count{{model_name="tiny"}} (\S+)', text)[0])
+        for name in ("e2e_request_latency_seconds", "request_prompt_tokens", "request_decode_time_seconds")
+    }
+    assert counts["e2e_request_latency_seconds"] == counts["request_prompt_tokens"] > 0
+    assert 0 < counts["request_decode_time_seconds"] <= counts["request_prompt_tokens"]
 
 
 def test_a_key_may_have_any_characters():
