@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxstack.cli import CommandParser, add_examples, run_command
+from jaxstack.distributed.cluster import on_first_process
 from jaxstack.errors import ConfigError
 
 
@@ -46,7 +47,7 @@ def make_parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `python -m jaxstack.convert` with the arguments `argv`; return its exit code."""
     args = make_parser().parse_args(argv)
-    return run_command("jaxstack convert", lambda: _convert(args))
+    return run_command("jaxstack convert", on_first_process(lambda: _convert(args)))
 
 
 def _convert(args: argparse.Namespace) -> None:

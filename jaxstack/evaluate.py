@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command
 from jaxstack.errors import ConfigError
-from jaxstack.heartbeat import doing
+from jaxstack.heartbeat import doing, silence
 
 if TYPE_CHECKING:
     from jaxstack.run.evaluate import Evaluation, TextLoss
@@ -80,8 +80,15 @@ def _evaluate(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}; found {value}.")
     from pathlib import Path
 
+    from jaxstack.distributed.coordination import is_first
     from jaxstack.files import write_file
     from jaxstack.run.evaluate import TaskOptions, TextOptions, evaluate
+    from jaxstack.run.join import join_job
+
+    for warning in join_job(repr(sorted(vars(args).items()))):
+        _say(f"warning: {warning}")
+    if not is_first():
+        silence()
 
     tasks = TaskOptions(
         args.tasks,
@@ -99,11 +106,17 @@ def _evaluate(args: argparse.Namespace) -> None:
             step=args.step,
             text=TextOptions(args.data or (), args.text_key, args.max_tokens) if args.data or not args.tasks else None,
             tasks=tasks if args.tasks else None,
-            report=lambda line: print(line, file=sys.stderr),
+            report=_say if is_first() else lambda line: None,
         )
+    if not is_first():
+        return
     if args.output is not None and args.tasks:
         write_file(Path(args.output), (json.dumps(result.harness_results, indent=2, default=str) + "\n").encode())
     print(json.dumps(_as_json(result)) if args.json else "\n".join(_as_lines(args.run, result)))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _as_json(result: "Evaluation") -> dict[str, object]:

@@ -1,19 +1,20 @@
 """The command `python -m jaxstack.generate --run DIR --prompt TEXT`: sample text, streamed to the terminal."""
 
 import argparse
+import contextlib
 import functools
 import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command
 from jaxstack.errors import ConfigError
-from jaxstack.heartbeat import doing
+from jaxstack.heartbeat import doing, silence
 
 if TYPE_CHECKING:
     from jaxstack.decoding.sampling import Sampling
@@ -107,19 +108,33 @@ def _generate(args: argparse.Namespace) -> None:
         if "=" not in override:
             raise ConfigError(f"{override!r} is no setting (section.key=value); for a prompt add --prompt.")
     prompts = _read_prompts(args.prompt, args.prompts)
-    with doing("loading the model"):
-        run = _open(args)
-    try:
-        with doing("generating"):
-            _print_texts(args, run, prompts, sampling)
-    finally:
-        run.decoder.unload()
+    from jaxstack.distributed.coordination import is_first
+    from jaxstack.run.join import join_job
+
+    say = functools.partial(print, file=sys.stderr)
+    for warning in join_job(repr([*sorted(vars(args).items()), prompts])):
+        say(f"warning: {warning}")
+    # All processes generate the same texts, with the devices of all.
+    with contextlib.nullcontext() if is_first() else _silent_output():
+        with doing("loading the model"):
+            run = _open(args, say if is_first() else lambda line: None)
+        try:
+            with doing("generating"):
+                _print_texts(args, run, prompts, sampling)
+        finally:
+            run.decoder.unload()
 
 
-def _open(args: argparse.Namespace) -> "Run":
+@contextlib.contextmanager
+def _silent_output() -> Iterator[None]:
+    silence()
+    with open(os.devnull, "w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
+        yield
+
+
+def _open(args: argparse.Namespace, report: Callable[[str], None]) -> "Run":
     from jaxstack.run.load import load, open_window
 
-    report = functools.partial(print, file=sys.stderr)
     if args.resident_layers is None:
         run = load(args.run, args.overrides, step=args.step, report=report)
         run.decoder.join_projections()
@@ -127,7 +142,7 @@ def _open(args: argparse.Namespace) -> "Run":
         raise ConfigError("--resident-layers reads Hugging Face checkpoints, which have no steps; leave --step out.")
     else:
         run = open_window(args.run, args.resident_layers, args.overrides, report=report)
-    print(f"[{args.run}, step {run.step}]", file=sys.stderr)
+    report(f"[{args.run}, step {run.step}]")
     return run
 
 

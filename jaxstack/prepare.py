@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxstack.cli import CommandParser, add_examples, run_command
+from jaxstack.distributed.cluster import on_first_process
 from jaxstack.errors import ConfigError
 from jaxstack.observe.number_format import byte_size, plural
 
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
         return 0
 
-    return run_command("jaxstack prepare", body)
+    return run_command("jaxstack prepare", on_first_process(body))
 
 
 def _terminate(number: int, frame: object) -> None:

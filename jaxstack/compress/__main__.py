@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxstack.cli import CommandParser, add_examples, run_command
+from jaxstack.distributed.cluster import on_first_process
 from jaxstack.errors import ConfigError
 
 _OVERRIDE = re.compile(r"(layers|calibration|store|vectors)(\.\w+)*=")
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     # --data, which takes several words, would take overrides that follow it too.
     args = make_parser().parse_intermixed_args(sorted(words, key=lambda word: not _OVERRIDE.match(word)))
-    return run_command("jaxstack compress", lambda: _compress(args), _LESS_MEMORY)
+    return run_command("jaxstack compress", on_first_process(lambda: _compress(args)), _LESS_MEMORY)
 
 
 def _compress(args: argparse.Namespace) -> None:

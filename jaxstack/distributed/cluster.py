@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jaxstack.errors import ConfigError
 
@@ -88,6 +88,16 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
         raise ConfigError(f"the process index ({place.index}) must lie in 0..{place.count - 1}.")
     split_address(place.coordinator)
     return place if place.count > 1 else None
+
+
+def on_first_process(body: Callable[[], int | None]) -> Callable[[], int | None]:
+    """Return a command's body that does nothing on the further processes of a job, for work that one process does."""
+
+    def run() -> int | None:
+        place = find_place()
+        return body() if place is None or place.index == 0 else None
+
+    return run
 
 
 def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxstack.cli import CommandParser, add_examples, run_command
+from jaxstack.distributed.cluster import on_first_process
 from jaxstack.errors import ConfigError, cannot_write, nearest
 from jaxstack.heartbeat import doing
 
@@ -56,7 +57,7 @@ def make_parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `python -m jaxstack.export` with the arguments `argv`; return its exit code."""
     args = make_parser().parse_args(argv)
-    return run_command("jaxstack export", lambda: _export(args), _LESS_MEMORY)
+    return run_command("jaxstack export", on_first_process(lambda: _export(args)), _LESS_MEMORY)
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command
+from jaxstack.distributed.cluster import on_first_process
 from jaxstack.errors import ConfigError
 from jaxstack.heartbeat import doing
 
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found["roofline"] = write_roofline(config, args.devices, args.device, args.roofline)
         print(json.dumps(found, indent=1) if args.json else draw_plan(found, args.show_sharding))
 
-    return run_command("jaxstack plan", body)
+    return run_command("jaxstack plan", on_first_process(body))
 
 
 def _check_arguments(args: argparse.Namespace) -> None:

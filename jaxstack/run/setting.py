@@ -238,7 +238,10 @@ def decoding_layout(config: RunConfig, devices: int, *, chosen: bool) -> Paralle
             raise ConfigError(" ".join(problems))
         return parallel
     choices = (ParallelConfig(tensor=degree) for degree in range(devices, 0, -1) if config.model.kv_heads % degree == 0)
-    return next(parallel for parallel in choices if parallel.tensor == 1 or not _decoding_problems(config, parallel))
+    found = next(parallel for parallel in choices if parallel.tensor == 1 or not _decoding_problems(config, parallel))
+    if jax.process_count() == 1 or devices % found.tensor:
+        return found
+    return found.model_copy(update={"data": devices // found.tensor})  # no process may be left without a device
 
 
 def _uses_peer_copies(config: RunConfig, mesh: Mesh) -> bool:

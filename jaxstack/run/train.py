@@ -22,8 +22,7 @@ from jaxstack.data.loader import Data, open_data
 from jaxstack.data.streams import is_chat
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.distill import check_vocabulary
-from jaxstack.distributed.cluster import find_place
-from jaxstack.distributed.coordination import all_true, connect, is_first
+from jaxstack.distributed.coordination import all_true, is_first
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.evaluation import bits_per_byte, compression_baselines
 from jaxstack.files import write_file
@@ -37,9 +36,9 @@ from jaxstack.models import (
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.number_format import plural
 from jaxstack.preference import LOSSES
-from jaxstack.resilience.preflight import check_program
 from jaxstack.run.build import companions, make_trainer, resolve_model
 from jaxstack.run.evaluate import TrainingTasks
+from jaxstack.run.join import join_job
 from jaxstack.run.load import load_companions, start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
 from jaxstack.run.reference import add_references
@@ -161,7 +160,7 @@ def train(
     task = task or Task()
     _check_settings(config)
     task.check(config)
-    warnings = _connect(config)
+    warnings = join_job(dump_yaml(config), config.resilience)
     automatic = config.parallel.auto
     config = Setting.of(config, "train").config
     first = jax.process_index() == 0
@@ -266,20 +265,6 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
         params = start_parameters(source, config.model, shapes, say, direct_storage=direct)
         check_start(trainer.module, params)
         trainer.start_from(params)
-
-
-def _connect(config: RunConfig) -> list[str]:
-    """Connect the processes of a distributed run, and check that all run the same program.
-
-    Returns:
-      Warnings about differences between the processes.
-    """
-    place = find_place()
-    limits = config.resilience
-    if place is None:
-        return []
-    connect(place, heartbeat_seconds=limits.heartbeat_seconds, connect_seconds=limits.connect_seconds)
-    return check_program(dump_yaml(config), limits.connect_seconds)
 
 
 def _write_run_files(config: RunConfig, data: Any) -> None:
