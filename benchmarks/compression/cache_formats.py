@@ -29,7 +29,7 @@ from jaxstack.checkpoint.compressed import dense_parameter, named_leaves
 from jaxstack.compress.after_training.layerwise import compress_layers
 from jaxstack.compress.after_training.run import as_stored, compress_leaves
 from jaxstack.compress.config import Recipe, choose_methods, load_recipe
-from jaxstack.compress.matrix import dense_weights
+from jaxstack.compress.matrix import compressible_weights
 from jaxstack.compress.solvers.bct import BctGptq, in_integers
 from jaxstack.data.loader import open_data
 from jaxstack.decoding.decode import Params
@@ -105,7 +105,7 @@ class Measurement:
 
     def compress(self, leaves: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
         """Return the parameters by path with the matrices compressed that the recipe chooses."""
-        layouts = dense_weights(self.config.model)
+        layouts = compressible_weights(self.config.model)
         methods = choose_methods(recipe, layouts)
         if not any(method.needs for method in methods.values()):
             return compress_leaves(leaves, methods, layouts)

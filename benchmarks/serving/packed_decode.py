@@ -36,7 +36,7 @@ from benchmarks.arguments import positive
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from benchmarks.serving.generate import VOCABULARY, bandwidth, measure
 from jaxstack.checkpoint.compressed import named_leaves
-from jaxstack.compress.matrix import MatrixLayout, dense_weights
+from jaxstack.compress.matrix import MatrixLayout, compressible_weights
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.module_arrays.module import ModuleArrays
@@ -87,10 +87,11 @@ def make_decoder(config: RunConfig, model: ModelConfig, layers: Grid | None, hea
     rules = make_rules(mesh)
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
     module = ModuleArrays(lambda rngs: Transformer(model, rngs, dtype=dtype))
-    layouts = dense_weights(model)
+    layouts = compressible_weights(model)
+    kernels = {path for path, layout in layouts.items() if path.startswith("decoder/") and not layout.stack}
     leaves = dict[str, Any]()
     for number, (path, leaf) in enumerate(named_leaves(module.abstract_params).items()):
-        grid = head if path == "head" else layers if path in layouts and path.startswith("decoder/") else None
+        grid = head if path == "head" else layers if path in kernels else None
         key = jax.random.key(number)
         if grid is not None:
             leaves[path] = random_weight(key, grid, layouts[path])

@@ -7,8 +7,8 @@ the nearest values of the format a method is complete; a solver overrides what i
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxstack.config.base import PathRule
 from jaxstack.config.features import Excludes, Feature
 from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
-from pallas_kernels.weight_only.packed import PackedWeight
+from pallas_kernels.weight_only.packed import PackedWeight, stack_packed
 
 Compressed: TypeAlias = PackedWeight | Float[Array, "out in"]
 """A packed matrix, or a dense one that was pruned, which is stored as plain numbers."""
@@ -106,6 +106,10 @@ class InputStatistics:
     square_sum: Float[Array, " in"] | None = None
 
 
+LayerStatistics: TypeAlias = InputStatistics | tuple[InputStatistics, ...]
+"""Statistics of the inputs of a dense layer, or of each of a layer's experts."""
+
+
 class Change(Protocol):
     """Interface of a hashable function that returns replacements for some weights of a Transformer layer."""
 
@@ -126,9 +130,9 @@ class CalibrationBlock:
     Attributes:
       config: configuration of the model.
       weights: the layer's parameters by path, such as `mlp/up_proj/kernel` [*in, *out] and `mlp_norm/scale`, float32.
-      layouts: the dense kernels as matrices, by path.
-      statistics: statistics of the inputs of each dense layer, by the path of its kernel.
-      methods: the method chosen for each dense layer, by the path of its kernel.
+      layouts: the kernels of dense layers and experts as matrices, by path.
+      statistics: statistics of the inputs of each dense layer and of each expert, by the path of the kernel.
+      methods: the method chosen for each dense layer and projection of experts, by the path of its kernel.
       output_errors: (sublayer, change, candidates [n, ...]) -> mean squared change of the sublayer's output over the
         calibration text for each candidate, [n].
     """
@@ -136,7 +140,7 @@ class CalibrationBlock:
     config: ModelConfig
     weights: Mapping[str, jax.Array]
     layouts: Mapping[str, MatrixLayout]
-    statistics: Mapping[str, InputStatistics]
+    statistics: Mapping[str, LayerStatistics]
     methods: "Mapping[str, AfterTraining]"
     output_errors: Callable[[Sublayer, Change, Float[Array, "n ..."]], Float[Array, " n"]]
 
@@ -160,7 +164,7 @@ class AfterTraining(Method):
         return {}
 
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
-        """Return a dense layer's matrix packed or pruned, using statistics of its inputs if the method needs any.
+        """Return the matrix of a dense layer or an expert packed or pruned, using statistics if the method needs any.
 
         Args:
           w: weights of the layer, float32.
@@ -172,6 +176,15 @@ class AfterTraining(Method):
         """
         del statistics
         return self.format.pack(w)
+
+
+def stack_compressed(matrices: Sequence[Compressed]) -> PackedWeight | Float[Array, "n out in"]:
+    """Stack matrices that one method has compressed, such as those of a layer's experts, along a new first dim."""
+    if isinstance(matrices[0], PackedWeight):
+        stacked = stack_packed([cast(PackedWeight, matrix) for matrix in matrices])
+        assert stacked is not None, "a method packs all matrices of a shape alike"
+        return stacked
+    return jnp.stack([cast(jax.Array, matrix) for matrix in matrices])
 
 
 class DuringTraining(Method):

@@ -84,15 +84,18 @@ class CalibrationConfig(Component):
     """Sequences per batch."""
     data: tuple[str, ...] = ()
     """Files, directories or globs. Default: the run's own training text."""
+    expert_tokens: int = Field(default=256, ge=0)
+    """An expert that fewer tokens are routed to is calibrated on all tokens of the text instead, and the command names
+    it: from few inputs a solver such as GPTQ would learn their noise."""
 
 
 class Recipe(Component):
     """A recipe of `jaxstack compress`: which method compresses which layers, and how other weights are stored."""
 
     layers: tuple[RecipeRule, ...] = Field(min_length=1)
-    """Rules of dense layers, `{path: REGULAR EXPRESSION, method: NAME, ...}`. The first one whose path occurs in the
-    path of a layer's weight, such as decoder/layers/3/mlp/down_proj/kernel or head, compresses it; without a matching
-    rule it is stored in `store`."""
+    """Rules of dense layers and experts, `{path: REGULAR EXPRESSION, method: NAME, ...}`. The first one whose path
+    occurs in the path of a layer's weight, such as decoder/layers/3/mlp/down_proj/kernel or head, compresses it;
+    without a matching rule it is stored in `store`."""
     calibration: CalibrationConfig = CalibrationConfig()
     """Text that methods which need it are calibrated on."""
     store: Literal["float32", "bfloat16"] = "bfloat16"
@@ -179,10 +182,9 @@ def _check_compressible(
     if not named or any(re.search(rule.path, path) for path in weights):
         return
     what = others[named[0]]
-    way_out = "; compression.rules can train experts in compressed form" if "experts" in what else ""
     raise ConfigError(
         f"layers of the recipe: the rule with path {rule.path!r} matches {named[0]}, which is {what}. Recipes compress "
-        f"dense layers, embedding and head only, and store other matrices in {store}. Remove the rule{way_out}."
+        f"dense layers, experts, embedding and head, and store other matrices in {store}. Remove the rule."
     )
 
 

@@ -90,8 +90,8 @@ class MatrixLayout:
         w = matrices if self.outputs_first else jnp.swapaxes(matrices, -1, -2)
         return w.reshape(*w.shape[: self.stack], *self.shape[self.stack :])
 
-    def from_compressed(self, matrix: PackedWeight | Float[Array, "out in"]) -> PackedWeight | jax.Array:
-        """Reshape a compressed matrix [out, in] to the weight; a packed one remains packed."""
+    def from_compressed(self, matrix: PackedWeight | Float[Array, "*stack out in"]) -> PackedWeight | jax.Array:
+        """Reshape a compressed matrix [out, in], or a stack of them, to the weight; a packed one remains packed."""
         if isinstance(matrix, PackedWeight):
             return matrix.with_dims(*self.dims)
         return self.from_matrices(matrix)
@@ -174,21 +174,21 @@ def _layout(node: object, name: str, param: nnx.Param) -> MatrixLayout | None:
     return None
 
 
-def dense_kernels(module: nnx.Module) -> dict[str, MatrixLayout]:
-    """Return the kernels of a module's dense layers, which may stack Transformer layers, by path."""
-    layers = {"/".join(map(str, path)) for path, node in nnx.iter_modules(module) if isinstance(node, Linear)}
+def layer_kernels(module: nnx.Module) -> dict[str, MatrixLayout]:
+    """Return the kernels of a module's dense layers and experts, which may stack Transformer layers, by path."""
+    layers = {"/".join(map(str, path)) for path, node in nnx.iter_modules(module) if isinstance(node, Linear | Experts)}
     return {w.path: w.layout for w in find_weights(module) if w.path.rpartition("/")[0] in layers}
 
 
-def dense_weights(config: ModelConfig) -> dict[str, MatrixLayout]:
+def compressible_weights(config: ModelConfig) -> dict[str, MatrixLayout]:
     """Return the weights that can be compressed after training, by path in the unrolled model, in forward order.
 
-    They are the dense layers, the head and the embedding, which is the head of a tied model. Layers for multi-token
-    prediction stay as they are.
+    They are the dense layers, the experts, the head and the embedding, which is the head of a tied model. Layers for
+    multi-token prediction stay as they are.
     """
     model = _unrolled(config)
     ends = {weight.path: weight.layout for weight in find_weights(model) if weight.path in ("embedding/table", "head")}
-    kernels = {path: layout for path, layout in dense_kernels(model).items() if not path.startswith(_PREDICTION)}
+    kernels = {path: layout for path, layout in layer_kernels(model).items() if not path.startswith(_PREDICTION)}
     found = {**kernels, **ends}
     return dict(sorted(found.items(), key=lambda item: forward_order_key(item[0])))
 
@@ -196,14 +196,11 @@ def dense_weights(config: ModelConfig) -> dict[str, MatrixLayout]:
 def other_parameters(config: ModelConfig) -> dict[str, str]:
     """Return the parameters of the unrolled model that are not compressed after training: path -> what it is."""
     model = _unrolled(config)
-    known = dense_weights(config)
-    experts = {weight.path for weight in find_weights(model) if weight.layout.stack}
+    known = compressible_weights(config)
     paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
 
     def describe(path: str) -> str:
-        if path.startswith(_PREDICTION):
-            return "a weight of multi-token prediction"
-        return "a weight of experts" if path in experts else "no dense layer"
+        return "a weight of multi-token prediction" if path.startswith(_PREDICTION) else "no dense layer"
 
     return {path: describe(path) for path in paths if path not in known}
 

@@ -4,8 +4,7 @@ Dims: B batch, T sequence, D model, E experts, F width of an expert, k experts p
 """
 
 import math
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
@@ -82,6 +81,8 @@ class Experts(nnx.Module):
         self.fp8 = False
         """True if the grouped matmuls run in FP8 with a scale for every 128 values, see `fp8_grouped_matmul`."""
         self.contracted = 1
+        self.product: Callable[..., jax.Array] = grouped_matmul
+        """The grouped matmul itself, which calibration replaces by one that also records its rows."""
         self.adapter: Any = nnx.data(None)
         """`jaxstack.models.adapters.Adapter`, which changes the products before the biases are added; None: no adapter.
         """
@@ -226,26 +227,24 @@ class MoE(nnx.Module):
             rows = (rows * weights[:, None]).astype(rows.dtype)
         by_row = self.moe.expert_bias or any(name.endswith("_factors") for name in kernels)
         group = group_of_rows(sizes, rows.shape[0], alignment) if by_row else None
-        product = partial(
-            grouped_matmul, group_sizes=sizes, alignment=alignment, implementation=self.moe.implementation
-        )
+        options = {"group_sizes": sizes, "alignment": alignment, "implementation": self.moe.implementation}
 
         def adapt(x: jax.Array, y: jax.Array, name: str) -> jax.Array:
             if f"{name}_a" not in kernels:
                 return y
             a, b, factors = (cast(Any, kernels.get(f"{name}_{part}")) for part in ("a", "b", "factors"))
             a, b = _widened(a, b)
-            y = y + product(product(x, a), b) * self._projections[name].adapter.scale
+            inner = grouped_matmul(x, a, **options)
+            y = y + grouped_matmul(inner, b, **options) * self._projections[name].adapter.scale
             return y if factors is None else y * take_group(factors, cast(Any, group)).astype(y.dtype)
 
         def multiply(x: jax.Array, *names: str, weights: jax.Array | None = None) -> tuple[jax.Array, ...]:
             matrices = tuple(kernels[name] for name in names)
             if self._in_fp8.issuperset(names) and not any(map(is_packed, matrices)):
                 found = fp8_grouped_matmul(x, cast(tuple[jax.Array, ...], matrices), sizes, alignment=alignment)
-            elif len(names) > 1:
-                return tuple(y for name in names for y in multiply(x, name, weights=weights))
             else:
-                found = (product(x, matrices[0]),)
+                products = [self._projections[name].product for name in names]
+                found = tuple(product(x, w, **options) for product, w in zip(products, matrices, strict=True))
             found = tuple(adapt(x, y, name) for y, name in zip(found, names, strict=True))
             if not self.moe.expert_bias:
                 return found

@@ -2,8 +2,8 @@
 
 (XLA's own `lax.ragged_dot` is, except on TPUs, a matmul of every row with every group's matrix, and a mask.)
 
-Matrices that are packed in few bits are dequantized one at a time, each where a tile needs it: in float32, then rounded
-to the dtype of the rows. Those of empty groups are not read.
+Matrices that are packed in few bits are multiplied one at a time, each where a tile needs it, by the XLA products of
+`packed_matmul`; for the gradient of the rows they are dequantized first. Those of empty groups are not read.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,15 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_gemm import gradients
 from pallas_kernels.grouped_gemm.groups import group_of_tiles
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
+from pallas_kernels.target import current_target
 from pallas_kernels.weight_only.packed import PackedWeight, is_packed
+from pallas_kernels.weight_only.request import PackedMatmulRequest
+from pallas_kernels.weight_only.xla import multiply as multiply_packed
 
 SMALLEST_TILE = 8
 LARGEST_TILE = 512
@@ -59,14 +62,16 @@ class Tiles:
         groups, used = group_of_tiles(sizes, self.tile, tiles.shape[0])
         contracted = (((1,), (1 if transposed else 0,)), ((), ()))
         accumulated = jnp.promote_types(x.dtype, jnp.float32)
+        target = current_target()
 
         def step(_: None, item: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, jax.Array]:
             rows, group, index = item
-            if is_packed(weights):
-                matrix = weights.take(group).dense(x.dtype)
+            if is_packed(weights) and not transposed:
+                request = PackedMatmulRequest(rows, weights.take(group), accumulated, target)
+                out = multiply_packed(request)
             else:
-                matrix = lax.dynamic_index_in_dim(weights, group, keepdims=False)
-            out = lax.dot_general(rows, matrix, contracted, preferred_element_type=accumulated)
+                matrix = _matrix(weights, group, x.dtype)
+                out = lax.dot_general(rows, matrix, contracted, preferred_element_type=accumulated)
             return None, jnp.where(index < used, out, 0).astype(x.dtype)
 
         _, out = lax.scan(step, None, (tiles, groups, jnp.arange(tiles.shape[0])))
@@ -90,3 +95,12 @@ class Tiles:
         start = jnp.zeros(shape, accumulated), jnp.zeros((sizes.shape[0], *shape), x.dtype), jnp.int32(-1)
         cut = (x.reshape(tiles, self.tile, -1), y.reshape(tiles, self.tile, -1), groups, jnp.arange(tiles))
         return lax.scan(step, start, cut)[0][1]
+
+
+def _matrix(
+    weights: jax.Array | PackedWeight, group: Int[Array, ""], dtype: jax.typing.DTypeLike
+) -> Float[Array, "D F"]:
+    """Return the matrix of a group; a packed one dequantized in float32, and rounded to `dtype`."""
+    if is_packed(weights):
+        return weights.take(group).dense(dtype)
+    return lax.dynamic_index_in_dim(weights, group, keepdims=False)

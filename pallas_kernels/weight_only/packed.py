@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.weight_only.formats import (
@@ -163,6 +164,24 @@ def concatenate_outputs(weights: Sequence[object], axis: int) -> PackedWeight | 
     outputs = (*first.outputs[:place], sum(weight.outputs[place] for weight in packed), *first.outputs[place + 1 :])
     arrays = {name: jnp.concatenate([weight.arrays[name] for weight in packed]) for name in first.arrays}
     return PackedWeight(arrays, first.format, first.inputs, outputs)
+
+
+def stack_packed(weights: Sequence[PackedWeight | None]) -> PackedWeight | None:
+    """Stack packed weights, such as those of experts, along a new first dim; None if one is None.
+
+    None also if they differ in their format or the shapes of their arrays. Arrays of NumPy remain NumPy's. Inputs of a
+    stack are not rounded (W8A8).
+    """
+    packed = [weight for weight in weights if weight is not None]
+    described = [(w.format, w.inputs, w.outputs, {k: (x.shape, x.dtype) for k, x in w.arrays.items()}) for w in packed]
+    if len(packed) < len(weights) or any(other != described[0] for other in described):
+        return None
+    first = packed[0]
+    numpy = isinstance(next(iter(first.arrays.values())), np.ndarray)
+    stack: Any = np.stack if numpy else jnp.stack
+    arrays = {name: stack([weight.arrays[name] for weight in packed]) for name in first.arrays}
+    format = IntegerFormat(first.format.grid) if isinstance(first.format, RoundedInputFormat) else first.format
+    return PackedWeight(arrays, format, first.inputs, first.outputs, (len(packed), *first.stack))
 
 
 def pack_integers(

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jaxstack.compress.matrix import dense_weights, other_parameters
+from jaxstack.compress.matrix import compressible_weights, other_parameters
 from jaxstack.errors import ConfigError
 from jaxstack.loss import IGNORE, language_model_loss
 from jaxstack.models import ModelConfig, Transformer, from_huggingface, to_huggingface
@@ -140,7 +140,7 @@ def test_a_family_without_such_layers_leaves_them_out(model, tmp_path):
 
 
 def test_compression_after_training_leaves_the_layers_as_they_are():
-    assert dense_weights(CONFIG).keys() == dense_weights(CONFIG.model_copy(update=NONE)).keys()
+    assert compressible_weights(CONFIG).keys() == compressible_weights(CONFIG.model_copy(update=NONE)).keys()
     assert other_parameters(CONFIG)["mtp/layers/1/projection/kernel"] == "a weight of multi-token prediction"
 
 

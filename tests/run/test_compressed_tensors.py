@@ -77,8 +77,9 @@ RECIPES = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("format", RECIPES)
-def test_a_compressed_model_survives_the_round_trip(format, tmp_path):
-    source = make_word_model("qwen2", tmp_path / "qwen2")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe", "mixtral"])
+def test_a_compressed_model_survives_the_round_trip(family, format, tmp_path):
+    source = make_word_model(family, tmp_path / "source")
     (tmp_path / "recipe.yaml").write_text(f"layers: {RECIPES[format]}")
     ours = tmp_path / "ours"
     files = tmp_path / "files"
@@ -97,6 +98,9 @@ def test_a_compressed_model_survives_the_round_trip(format, tmp_path):
             assert leaf.format == other.format and (leaf.inputs, leaf.outputs) == (other.inputs, other.outputs)
             for name, array in leaf.arrays.items():
                 assert np.asarray(array).tobytes() == np.asarray(other.arrays[name]).tobytes(), f"{path}:{name}"
+    said = json.loads((files / "config.json").read_text())["quantization_config"]
+    routers = [name for name in raw_tensors(files) if name.endswith(".gate.weight")]
+    assert set(said["ignore"]) >= {name.removesuffix(".weight") for name in routers}
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,7 @@
 
 The text is sequences of a run's own training text, or of given files.
 
-Dims: B batch, T sequence, D model.
+Dims: B batch, T sequence, D model, E experts.
 """
 
 import contextlib
@@ -14,9 +14,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxstack.compress.base import AfterTraining, CalibrationBlock, Change, InputStatistics, Statistic, Sublayer
+from jaxstack.compress.after_training.expert_inputs import (
+    RoutedTokens,
+    expert_rows,
+    expert_sums,
+    mixtures,
+    route_tokens,
+)
+from jaxstack.compress.base import (
+    AfterTraining,
+    CalibrationBlock,
+    Change,
+    InputStatistics,
+    LayerStatistics,
+    Statistic,
+    Sublayer,
+)
 from jaxstack.compress.config import CalibrationConfig
 from jaxstack.compress.matrix import MatrixLayout
 from jaxstack.data.build_shards import available_cores
@@ -27,6 +42,7 @@ from jaxstack.models.block import Block
 from jaxstack.models.layer import Context
 from jaxstack.models.layer_weights import Weights, gather_weights
 from jaxstack.models.linear import Linear
+from jaxstack.models.moe_layer import MoE
 from jaxstack.models.stack import Stack, unstack_block
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, logical_axis_rules
@@ -139,7 +155,7 @@ SUBLAYER_INPUT: dict[Sublayer, str] = {"attention": "attention/q_proj", "mlp": "
 Needs: TypeAlias = tuple[tuple[str, tuple[Statistic, ...]], ...]
 """(dense layer, statistics of its input), hashable."""
 Sums: TypeAlias = dict[str, dict[Statistic, jax.Array]]
-"""Dense layer -> statistic -> its sum over tokens."""
+"""Dense layer -> statistic -> its sum over tokens; of experts [E, ...], a sum for each."""
 
 
 class Batch(NamedTuple):
@@ -147,6 +163,17 @@ class Batch(NamedTuple):
 
     x: Float[Array, "B T D"]
     context: Context
+
+
+class MeasuredExperts(NamedTuple):
+    """Statistics of the inputs of a mixture's experts, and how many tokens they are from."""
+
+    statistics: Mapping[str, tuple[InputStatistics, ...]]
+    """Projection of the experts, such as `up_proj` -> statistics of each expert's inputs."""
+    counts: list[int]
+    """Number of tokens that the router sends to each expert."""
+    rare: list[int]
+    """Experts that were measured on all tokens, because too few are routed to them."""
 
 
 class LayerRunner:
@@ -160,8 +187,15 @@ class LayerRunner:
     def __init__(self, dtype: jax.typing.DTypeLike, rules: AxisRules | None = None):
         self._dtype = dtype
         self._rules = rules
+        self._embed = jax.jit(self._embed_tokens, static_argnames="graphdef")
         self._apply = jax.jit(self._apply_layer, static_argnames="graphdef", donate_argnames="x")
         self._measure = jax.jit(self._add_statistics, static_argnames=("graphdef", "needs"), donate_argnames="sums")
+        self._measure_experts = jax.jit(
+            self._add_expert_statistics, static_argnames=("graphdef", "mixture", "needs"), donate_argnames="sums"
+        )
+        self._measure_expert = jax.jit(
+            self._add_statistics_of_expert, static_argnames=("graphdef", "mixture", "needs"), donate_argnames="sums"
+        )
         self._measure_head = jax.jit(
             self._add_head_statistics, static_argnames=("graphdef", "needs"), donate_argnames="sums"
         )
@@ -177,11 +211,11 @@ class LayerRunner:
           ConfigError: layers of the model read more than the residual stream.
         """
         model.config.check_independent_layers("calibration", "use a method without it, such as rtn")
+        graphdef, state = nnx.split(model)
         found = []
         for batch in batches:
             options = {name: jnp.asarray(batch[name]) for name in ("positions", "segment_ids") if name in batch}
-            with self._sharded():
-                found.append(Batch(*model.inputs_of_layers(jnp.asarray(batch["tokens"]), **options)))
+            found.append(Batch(*self._embed(graphdef, state, jnp.asarray(batch["tokens"]), options)))
         return found
 
     def apply(self, block: Block, batches: Sequence[Batch]) -> list[Batch]:
@@ -208,6 +242,44 @@ class LayerRunner:
         found = _finish(sums, batches)
         return {path: found[source] for path, source in sources.items() if source in found}
 
+    def measure_experts(
+        self,
+        block: Block,
+        batches: Sequence[Batch],
+        mixture: str,
+        needs: Mapping[str, frozenset[Statistic]],
+        fewest: int = 0,
+    ) -> MeasuredExperts:
+        """Measure statistics of the inputs of a mixture's experts over all batches.
+
+        Args:
+          mixture: path of the mixture in the block, such as `mlp`.
+          needs: projection of the experts, such as `up_proj` -> statistics wanted.
+          fewest: an expert with fewer routed tokens is measured on all tokens, as if the router sent each to it.
+        """
+        graphdef, state = nnx.split(block)
+        options = {"graphdef": graphdef, "mixture": mixture, "needs": _hashable(needs)}
+        sums: Sums = {}
+        counts: Any = 0
+        for batch in batches:
+            sizes, sums = self._measure_experts(state=state, x=batch.x, context=batch.context, sums=sums, **options)
+            counts = counts + np.asarray(sizes)
+        rare = [expert for expert, count in enumerate(counts) if count < fewest]
+        found = {
+            name: [_statistics(int(n), {key: x[expert] for key, x in sum.items()}) for expert, n in enumerate(counts)]
+            for name, sum in sums.items()
+        }
+        del sums
+        for expert in rare:
+            alone: Sums = {}
+            for batch in batches:
+                alone = self._measure_expert(
+                    state=state, x=batch.x, context=batch.context, sums=alone, expert=jnp.int32(expert), **options
+                )
+            for name, statistics in _finish(alone, batches).items():
+                found[name][expert] = statistics
+        return MeasuredExperts({name: tuple(each) for name, each in found.items()}, counts.tolist(), rare)
+
     def measure_head(
         self, model: Transformer, batches: Sequence[Batch], needs: frozenset[Statistic]
     ) -> InputStatistics:
@@ -224,7 +296,7 @@ class LayerRunner:
         block: Block,
         batches: Sequence[Batch],
         layouts: Mapping[str, MatrixLayout],
-        statistics: Mapping[str, InputStatistics],
+        statistics: Mapping[str, LayerStatistics],
         methods: Mapping[str, AfterTraining],
     ) -> CalibrationBlock:
         """Bundle a layer's weights and input statistics for methods that rescale several of its weights together."""
@@ -247,6 +319,12 @@ class LayerRunner:
         block.chunked_width = None  # the inputs inside a loop over chunks cannot be read
         return block
 
+    def _embed_tokens(
+        self, graphdef: nnx.GraphDef, state: Weights, tokens: jax.Array, options: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, Context]:
+        with self._sharded():
+            return nnx.merge(graphdef, state).inputs_of_layers(tokens, **options)
+
     def _apply_layer(self, graphdef: nnx.GraphDef, state: Weights, x: jax.Array, context: Context) -> jax.Array:
         with self._sharded():
             return self._merge(graphdef, state)(x, context)[0]
@@ -262,12 +340,62 @@ class LayerRunner:
         block(x, context)
         return found
 
+    def _sublayer_inputs(self, block: Block, x: jax.Array, context: Context, sublayer: Sublayer) -> jax.Array:
+        """Return the input of a sublayer, [B, T, D]. The block is modified, so discard it."""
+        if sublayer in mixtures(block):
+            return route_tokens(block, sublayer, x, context).inputs
+        source = SUBLAYER_INPUT[sublayer]
+        return self._inputs(block, x, context, [source])[source].reshape(x.shape)
+
     def _add_statistics(
         self, graphdef: nnx.GraphDef, state: Weights, x: jax.Array, context: Context, sums: Sums, *, needs: Needs
     ) -> Sums:
         with self._sharded():
             inputs = self._inputs(self._merge(graphdef, state), x, context, [path for path, _ in needs])
             return _add(sums, {path: _token_sums(inputs[path], wanted) for path, wanted in needs})
+
+    def _routed(
+        self, graphdef: nnx.GraphDef, state: Weights, x: jax.Array, context: Context, path: str
+    ) -> tuple[MoE, RoutedTokens]:
+        """Return a mixture of a layer with its weights, and its inputs with the choice of its router."""
+        with self._sharded():
+            tokens = route_tokens(self._merge(graphdef, state), path, x, context)
+        return mixtures(self._merge(graphdef, state))[path], tokens
+
+    def _add_expert_statistics(
+        self,
+        *,
+        graphdef: nnx.GraphDef,
+        state: Weights,
+        x: jax.Array,
+        context: Context,
+        sums: Sums,
+        mixture: str,
+        needs: Needs,
+    ) -> tuple[Int[Array, " E"], Sums]:
+        """Return how many of the tokens each expert gets, and the sums with those over its inputs added."""
+        experts, tokens = self._routed(graphdef, state, x, context, mixture)
+        rows = expert_rows(experts, tokens)  # outside of `_sharded`, whose shard_map would keep the rows
+        new: Sums = {name: dict(expert_sums(rows[name], wanted)) for name, wanted in needs}
+        return rows["up_proj"].sizes, _add(sums, new)
+
+    def _add_statistics_of_expert(
+        self,
+        *,
+        graphdef: nnx.GraphDef,
+        state: Weights,
+        x: jax.Array,
+        context: Context,
+        sums: Sums,
+        expert: Int[Array, ""],
+        mixture: str,
+        needs: Needs,
+    ) -> Sums:
+        """Return the sums with those over the inputs of one expert added, with all tokens sent to it."""
+        experts, tokens = self._routed(graphdef, state, x, context, mixture)
+        chosen = jnp.broadcast_to(expert, (*tokens.experts.shape[:2], 1))
+        rows = expert_rows(experts, tokens._replace(experts=chosen))
+        return _add(sums, {name: _token_sums(rows[name].rows, wanted) for name, wanted in needs})
 
     def _add_head_statistics(
         self, graphdef: nnx.GraphDef, state: Weights, x: jax.Array, sums: Sums, *, needs: Needs
@@ -289,7 +417,6 @@ class LayerRunner:
         change: Change,
     ) -> Float[Array, " n"]:
         """Return for each candidate the mean squared change of a sublayer's output when `change` replaces weights."""
-        source = SUBLAYER_INPUT[sublayer]
 
         def run(state: Weights, inputs: jax.Array) -> jax.Array:
             block = self._merge(graphdef, state)
@@ -298,7 +425,7 @@ class LayerRunner:
             return (out[0] if isinstance(out, tuple) else out).astype(jnp.float32)
 
         with self._sharded():
-            inputs = self._inputs(self._merge(graphdef, state), x, context, [source])[source].reshape(x.shape)
+            inputs = self._sublayer_inputs(self._merge(graphdef, state), x, context, sublayer)
             reference = run(state, inputs)
             weights = weights_by_path(state)
 
@@ -391,8 +518,11 @@ def _add(sums: Sums, new: Sums) -> Sums:
 def _finish(sums: Sums, batches: Sequence[Batch]) -> dict[str, InputStatistics]:
     """Turn sums over all calibration tokens into the statistics of the inputs of dense layers."""
     count = sum(math.prod(batch.x.shape[:2]) for batch in batches)
-    factors: dict[Statistic, float] = {"hessian": 2 / count, "mean_abs": 1 / count, "square_sum": 1.0}
-    return {
-        path: InputStatistics(count, **{name: total * factors[name] for name, total in found.items()})
-        for path, found in sums.items()
-    }
+    return {path: _statistics(count, found) for path, found in sums.items()}
+
+
+def _statistics(count: int, sums: Mapping[Statistic, jax.Array]) -> InputStatistics:
+    """Turn the sums over `count` inputs of a layer, which may be none, into their statistics."""
+    whole = max(count, 1)
+    factors: dict[Statistic, float] = {"hessian": 2 / whole, "mean_abs": 1 / whole, "square_sum": 1.0}
+    return InputStatistics(count, **{name: total * factors[name] for name, total in sums.items()})

@@ -32,7 +32,7 @@ class WeightRow:
       path: its path in the model.
       layer: number of the Transformer layer, `embedding` or `head`.
       method: method of the recipe that compressed it; keep: none.
-      shape: of the matrix, (out, in).
+      shape: of the matrix, (out, in), or of those of all experts, (experts, out, in).
       bytes_before, bytes_after: 2 a weight, and as stored.
       error: relative squared error of the weight, |W' - W|^2 / |W|^2.
       zeros: share of zeros.
@@ -42,7 +42,7 @@ class WeightRow:
     path: str
     layer: str
     method: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     bytes_before: int
     bytes_after: int
     error: float
@@ -67,6 +67,7 @@ class CompressionReport:
       loss_before, loss_after: on the held-out text; None if there is none.
       rows: the weights in the order of the forward pass.
       loss_by_layer: loss in nats with one layer compressed and all others as before, by layer; `none`: without any.
+      expert_tokens: calibration tokens that the router sends to each expert, by the path of the mixture.
     """
 
     source: str
@@ -77,6 +78,7 @@ class CompressionReport:
     loss_after: TextLoss | None
     rows: Sequence[WeightRow]
     loss_by_layer: dict[str, float]
+    expert_tokens: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
     def layers(self) -> dict[str, list[WeightRow]]:
         """Return the compressed weights' rows of the report, grouped by layer."""
@@ -212,8 +214,8 @@ def _table_row(row: WeightRow) -> dict[str, Any]:
     return {
         "weight": row.path,
         "method": row.method,
-        "out": row.shape[0],
-        "in": row.shape[1],
+        "out": row.shape[-2],
+        "in": row.shape[-1],
         "before_bytes": row.bytes_before,
         "after_bytes": row.bytes_after,
         "bits per weight": round(row.bits, 3),

@@ -16,12 +16,12 @@ from jaxstack.checkpoint.compressed import (
     write_compressed,
 )
 from jaxstack.compress.after_training.calibrate import read_calibration
-from jaxstack.compress.after_training.layerwise import compress_layers
+from jaxstack.compress.after_training.layerwise import LayerwiseResult, compress_layers
 from jaxstack.compress.after_training.report import CompressionReport, WeightRow, write_report
-from jaxstack.compress.base import AfterTraining, DuringTraining, method_name
+from jaxstack.compress.base import AfterTraining, DuringTraining, method_name, stack_compressed
 from jaxstack.compress.config import CompressionConfig, Recipe, choose_methods, load_recipe
 from jaxstack.compress.formats.block_float import SharedExponents
-from jaxstack.compress.matrix import MatrixLayout, dense_weights, forward_order_key, other_parameters
+from jaxstack.compress.matrix import MatrixLayout, compressible_weights, forward_order_key, other_parameters
 from jaxstack.config.loader import build_component, dump_yaml
 from jaxstack.config.sections import RunSection
 from jaxstack.data.tokenizer import Tokenizer
@@ -95,13 +95,13 @@ def compress(
     stored = StoredModel.open(directory, report)
     source = run_config(stored)
     _check_directories(stored, output, options.step)
-    layouts = dense_weights(source.model)
+    layouts = compressible_weights(source.model)
     methods = choose_methods(recipe, layouts, other_parameters(source.model))
     report(f"compressing {len(methods)} of {len(layouts)} weights")
     for warning in other_rounding_warnings(source.compression.rules, methods):
         report(warning)
     if source.model.moe is not None:
-        report(f"no method compresses experts and routers; they are stored in {recipe.store}")
+        report(f"no method compresses routers; they are stored in {recipe.store}")
     tokenizer = _tokenizer(stored, report)
     config = _compressed_config(source, stored, output, tokenizer)
     batches = _calibration(methods, stored, source, recipe, report)
@@ -133,12 +133,14 @@ class _Weights:
       after: the same with packed and pruned weights.
       stored: `after` with plain matrices in the dtype of the recipe, as written.
       output_errors: relative squared errors of the outputs of layers, where calibration measured them.
+      expert_tokens: calibration tokens of each expert, by the path of the mixture, where calibration counted them.
     """
 
     before: Leaves
     after: Leaves
     stored: Leaves
     output_errors: Mapping[str, float]
+    expert_tokens: Mapping[str, list[int]]
 
 
 def _describe(
@@ -170,6 +172,7 @@ def _describe(
         loss_after=None if measure is None else measure(stored, limit),
         rows=rows,
         loss_by_layer=_losses_by_layer(before, weights.after, rows, measure, options.layer_tokens, report),
+        expert_tokens=dict(weights.expert_tokens),
     )
 
 
@@ -196,15 +199,16 @@ def _compress_weights(
 ) -> _Weights:
     """Return the parameters before and after compressing each weight that has a method, and as they will be stored."""
     before = named_leaves(decoder.params)
-    errors = dict[str, float]()
+    found = LayerwiseResult()
     if batches:
         model = decoder.module.merge(decoder.params, decoder.non_params)
-        found = compress_layers(model, batches, methods, rules=decoder.rules, report=report)
+        tokens = recipe.calibration.expert_tokens
+        found = compress_layers(model, batches, methods, rules=decoder.rules, expert_tokens=tokens, report=report)
         after = {**before, **found.weights}
-        errors = found.output_errors
     else:
         after = compress_leaves(before, methods, layouts, report)
-    return _Weights(before, after, {path: as_stored(leaf, recipe) for path, leaf in after.items()}, errors)
+    stored = {path: as_stored(leaf, recipe) for path, leaf in after.items()}
+    return _Weights(before, after, stored, found.output_errors, found.expert_tokens)
 
 
 def _check_directories(stored: StoredModel, output: Path, step: int | None) -> None:
@@ -234,7 +238,8 @@ def compress_leaves(
         report(f"[{number}/{len(methods)}] {path}: {method_name(method)}")
         layout = layouts[path]
         w = layout.to_matrices(leaves[path].astype(jnp.float32))
-        after[path] = layout.from_compressed(method.compress(w, None))
+        found = stack_compressed([method.compress(m, None) for m in w]) if layout.stack else method.compress(w, None)
+        after[path] = layout.from_compressed(found)
     return after
 
 
@@ -253,7 +258,7 @@ def _row(
         path=path,
         layer=layer_name(path),
         method="keep" if method is None else method_name(method),
-        shape=layout.size,
+        shape=(*layout.stack_shape, *layout.size),
         bytes_before=2 * before.size,
         bytes_after=_stored_bytes(after),
         error=float(jnp.sum(difference**2) / jnp.maximum(jnp.sum(wide**2), jnp.finfo(jnp.float32).tiny)),

@@ -118,6 +118,7 @@ class KMeans(AfterTraining):
         return LookupTable(self.bits, self.iterations)
 
 
+@functools.partial(jax.jit, static_argnames=("bits", "iterations"))
 def find_cluster_centers(counts: Float[Array, "65536"], bits: int, iterations: int) -> Float[Array, " entries"]:
     """Find the 2^bits k-means centers of a matrix, ascending, from a histogram of its bfloat16 values.
 

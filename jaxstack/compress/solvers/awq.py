@@ -9,14 +9,21 @@ Weights are matrices W [out, in].
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Container, Mapping, Sequence
+from typing import ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxstack.compress.base import AfterTraining, CalibrationBlock, Statistic, Sublayer
+from jaxstack.compress.base import (
+    AfterTraining,
+    CalibrationBlock,
+    InputStatistics,
+    LayerStatistics,
+    Statistic,
+    Sublayer,
+)
 from jaxstack.compress.formats.integer_grid import RoundingMethod
 from jaxstack.compress.matrix import MatrixLayout
 from jaxstack.models.attention.latent import LatentAttention
@@ -34,13 +41,15 @@ class Fold:
 
     Attributes:
       source: the layer whose outputs are divided: a norm, or a dense layer.
-      targets: the dense layers whose inputs are multiplied.
+      targets: the dense layers, or projections of experts, whose inputs are multiplied.
+      readers: weights of other layers that read the same inputs, such as the router's, multiplied without rounding.
       sublayer: the sublayer whose output tells how good the scales are; None: the only target's own output.
     """
 
     source: str
     targets: tuple[str, ...]
     sublayer: Sublayer | None = None
+    readers: tuple[str, ...] = ()
 
 
 class Awq(RoundingMethod, AfterTraining):
@@ -58,27 +67,45 @@ class Awq(RoundingMethod, AfterTraining):
         changed = {}
         for fold in find_folds(block.config, weights):
             if all(block.methods.get(f"{path}/kernel") == self for path in fold.targets):
-                new = apply_fold(weights, fold, self._best_scales(block, fold), block.config.norm)
+                experts = {path.removesuffix("/kernel") for path, layout in block.layouts.items() if layout.stack}
+                new = apply_fold(weights, fold, self._best_scales(block, fold), block.config.norm, experts)
                 weights.update(new)
                 changed.update(new)
         return changed
 
-    def _best_scales(self, block: CalibrationBlock, fold: Fold) -> Float[Array, " in"]:
+    def _best_scales(self, block: CalibrationBlock, fold: Fold) -> Float[Array, "*experts in"]:
         """Return the candidate input scales with which rounding changes the layer's output least.
 
-        The layers' own weights are compared, as an earlier fold into them changes no output.
+        The layers' own weights are compared, as an earlier fold into them changes no output. Where experts are the only
+        target, each has its own scales.
         """
         found = block.statistics[f"{fold.targets[0]}/kernel"]
-        assert found.mean_abs is not None and found.hessian is not None
         kernels = [f"{path}/kernel" for path in fold.targets]
         matrices = [block.layouts[path].to_matrices(block.weights[path]) for path in kernels]
-        candidates = candidate_scales(found.mean_abs, matrices, self.group_size)
+        if fold.sublayer is None and isinstance(found, tuple):
+            return jnp.stack([self._scales_of_one(w, own) for w, own in zip(matrices[0], found, strict=True)])
         if fold.sublayer is None:
-            errors = rounding_errors(matrices[0], candidates, found.hessian, self.grid)
-        else:
-            change = _RoundScaled(self.grid, tuple((path, block.layouts[path]) for path in kernels))
-            errors = block.output_errors(fold.sublayer, change, candidates)
+            assert isinstance(found, InputStatistics)
+            return self._scales_of_one(matrices[0], found)
+        rows = [w.reshape(-1, w.shape[-1]) for w in matrices]
+        candidates = candidate_scales(_mean_magnitude(found), rows, self.group_size)
+        change = _RoundScaled(self.grid, tuple((path, block.layouts[path]) for path in kernels))
+        errors = block.output_errors(fold.sublayer, change, candidates)
         return candidates[jnp.argmin(errors)]
+
+    def _scales_of_one(self, w: Float[Array, "out in"], statistics: InputStatistics) -> Float[Array, " in"]:
+        """Return the candidate input scales with which rounding changes the output of one matrix least."""
+        assert statistics.hessian is not None
+        candidates = candidate_scales(_mean_magnitude(statistics), [w], self.group_size)
+        return candidates[jnp.argmin(rounding_errors(w, candidates, statistics.hessian, self.grid))]
+
+
+def _mean_magnitude(statistics: LayerStatistics) -> Float[Array, " in"]:
+    """Return the mean magnitude of each input of a dense layer; for experts that over the inputs of all."""
+    each = statistics if isinstance(statistics, tuple) else (statistics,)
+    counts = jnp.asarray([one.count for one in each], jnp.float32)
+    means = jnp.stack([cast(jax.Array, one.mean_abs) for one in each])
+    return counts @ means / jnp.maximum(counts.sum(), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +118,7 @@ class _RoundScaled:
     def __call__(self, weights: Mapping[str, jax.Array], candidate: Float[Array, " in"]) -> dict[str, jax.Array]:
         changed = {}
         for path, layout in self.kernels:
-            rounded = round_scaled(layout.to_matrices(weights[path]), candidate, self.grid)
-            changed[path] = layout.from_matrices(rounded)
+            changed[path] = layout.map(lambda w: round_scaled(w, candidate, self.grid), weights[path])
         return changed
 
 
@@ -112,34 +138,51 @@ def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
         folds.append(Fold("attention_norm", targets, "attention"))
     if config.kv_heads == config.num_heads and config.attention.name == "softmax":
         folds.append(Fold("attention/v_proj", ("attention/o_proj",)))
-    gated = "mlp/gate_proj/kernel" in names
-    first = ("mlp/gate_proj", "mlp/up_proj") if gated else ("mlp/up_proj",)
-    if config.pre_norms:
-        folds.append(Fold("mlp_norm", first, "mlp"))
-    if gated:  # the gate's activation is not linear, the other factor is
-        folds.append(Fold("mlp/up_proj", ("mlp/down_proj",)))
+    parts = [part for part in ("mlp", "mlp/shared_experts") if f"{part}/up_proj/kernel" in names]
+    first = [f"{part}/{name}" for part in parts for name in ("gate_proj", "up_proj")]
+    readers = tuple(path for path in ("mlp/router", "mlp/shared_gate") if f"{path}/kernel" in names)
+    if config.pre_norms and first:
+        targets = tuple(path for path in first if f"{path}/kernel" in names)
+        folds.append(Fold("mlp_norm", targets, "mlp", readers))
+    for part in parts:
+        # The gate's activation is not linear, the other factor is, unless it is clamped.
+        clamped = config.moe is not None and config.moe.swiglu_limit is not None and "mlp/router" in readers
+        if f"{part}/gate_proj/kernel" in names and not (part == "mlp" and clamped):
+            folds.append(Fold(f"{part}/up_proj", (f"{part}/down_proj",)))
     return folds
 
 
 def apply_fold(
-    weights: Mapping[str, jax.Array], fold: Fold, scales: Float[Array, " in"], norm: str
+    weights: Mapping[str, jax.Array],
+    fold: Fold,
+    scales: Float[Array, "*experts in"],
+    norm: str,
+    experts: Container[str] = (),
 ) -> dict[str, jax.Array]:
     """Return new weights by path: those of `fold.targets` multiplied by input scales, those of `fold.source` divided.
 
     Args:
       weights: the layer's weights by path; kernels are [*in, *out].
       fold: what is divided, and what is multiplied.
-      scales: factors of the targets' inputs.
+      scales: factors of the targets' inputs; [experts, in] if each expert has its own.
       norm: `ModelConfig.norm`.
+      experts: paths among them whose kernels are those of experts, [experts, in, out].
     """
-    changed = {f"{path}/kernel": scale_inputs(weights[f"{path}/kernel"], scales) for path in fold.targets}
+    changed: dict[str, jax.Array] = {}
+    for path in (*fold.targets, *fold.readers):
+        kernel = weights[f"{path}/kernel"]
+        changed[f"{path}/kernel"] = kernel * scales[..., None] if path in experts else scale_inputs(kernel, scales)
     name = f"{fold.source}/scale"
     if name in weights:
         offset = getattr(NORMS[norm], "offset", 0.0)
         changed[name] = (weights[name] + offset) / scales - offset
     else:
         name = f"{fold.source}/kernel"
-        changed[name] = (weights[name].reshape(-1, len(scales)) / scales).reshape(weights[name].shape)
+        # Experts with their own scales divide their own outputs.
+        divisor = scales[:, None] if fold.source in experts else scales
+        changed[name] = (weights[name].reshape(*divisor.shape[:-2], -1, scales.shape[-1]) / divisor).reshape(
+            weights[name].shape
+        )
     bias = f"{fold.source}/bias"
     if bias in weights:
         changed[bias] = weights[bias] / scales.reshape(weights[bias].shape)

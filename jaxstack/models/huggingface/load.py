@@ -30,7 +30,6 @@ from jaxstack.models.huggingface.quantized_weights import (
     QuantizedTensor,
     describe_quantization_differences,
     open_quantized,
-    stack_packed,
 )
 from jaxstack.models.huggingface.tensors import Leaf, explicit_slices, find_leaves, whole
 from jaxstack.models.transformer import Transformer
@@ -38,6 +37,7 @@ from jaxstack.parallel import AxisRules, make_rules
 from jaxstack.parallel.mesh import place_packed
 from jaxstack.parameter_paths import nest
 from pallas_kernels import PackedWeight
+from pallas_kernels.weight_only.packed import stack_packed
 
 Arrays = dict[str, jax.Array | PackedWeight]
 _HEAD = "lm_head.weight"

@@ -317,21 +317,6 @@ def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, 
     return {**found, **opened}
 
 
-def stack_packed(weights: Sequence[PackedWeight | None]) -> PackedWeight | None:
-    """Stack packed weights in arrays of NumPy, such as those of experts, along a new first dim; None if one is None.
-
-    None also if they differ in their format or the shapes of their arrays. Inputs of a stack are not rounded (W8A8).
-    """
-    packed = [weight for weight in weights if weight is not None]
-    described = [(w.format, w.inputs, w.outputs, {k: (x.shape, x.dtype) for k, x in w.arrays.items()}) for w in packed]
-    if len(packed) < len(weights) or any(other != described[0] for other in described):
-        return None
-    first = packed[0]
-    arrays: dict[str, Any] = {name: np.stack([weight.arrays[name] for weight in packed]) for name in first.arrays}
-    format = IntegerFormat(first.format.grid) if isinstance(first.format, RoundedInputFormat) else first.format
-    return PackedWeight(arrays, format, first.inputs, first.outputs, (len(packed),))
-
-
 def describe_quantization_differences(
     quantization: Quantization, found: Mapping[str, AnyQuantized], packed: Mapping[str, PackedWeight]
 ) -> list[str]:

@@ -192,7 +192,7 @@ def route(
       dropless: ignore the capacity of the experts.
       experts: the chosen experts, from 0 to E - 1, so that only their weights depend on the scores (routing replay, Ma
         et al. 2025, arXiv:2510.11370), or -1 for tokens whose experts are those with the highest scores; None: so are
-        those of all.
+        those of all. Fewer than k send each token to fewer experts, as calibration does.
     """
     experts_count = config.num_experts
     chosen_count = config.num_experts_per_tok
@@ -210,7 +210,7 @@ def route(
         same = (best[..., None] == experts[..., None, :]).any(-1).all(-1)
         given = jnp.sum(known[..., 0], dtype=jnp.float32)
         changed = jnp.sum(known[..., 0] & ~same, dtype=jnp.float32)
-        experts = jnp.where(known, experts, best)
+        experts = jnp.where(known, experts, best[..., : experts.shape[-1]])
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)

@@ -26,12 +26,16 @@ GREEDY = Sampling(temperature=0)
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
+MOE = "model.moe={num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 128}"
+
+
+@pytest.fixture(scope="module", params=["dense", pytest.param("mixture", marks=pytest.mark.exhaustive)])
+def source(request, tmp_path_factory) -> Path:
     """A run with grouped queries and an output head of its own, in sizes that all recipes can divide."""
     sizes = ["model.hidden_size=128", "model.intermediate_size=256", "model.num_kv_heads=1"]
     untied = ["model.tie_word_embeddings=false", "compression.rules=[]"]
-    return make_run(tmp_path_factory.mktemp("runs"), *sizes, *untied)
+    experts = [MOE] if request.param == "mixture" else []
+    return make_run(tmp_path_factory.mktemp("runs"), *sizes, *untied, *experts)
 
 
 def compress_by(name: str, source: Path, out: Path, text: TextOptions | None = None) -> CompressionReport:

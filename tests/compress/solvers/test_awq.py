@@ -13,14 +13,15 @@ from jaxstack.models.block import Block
 from jaxstack.models.layer import Context
 from jaxstack.models.rope import rope_cos_sin, rope_frequencies
 
-GATED = {"mlp/gate_proj/kernel": None}
+PLAIN = dict.fromkeys(["mlp/up_proj/kernel", "mlp/down_proj/kernel"])
+GATED = {**PLAIN, "mlp/gate_proj/kernel": None}
 SHAPE = {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 24}
 
 
 def test_folds_by_the_kind_of_model():
     def sources(**changes: object) -> list[str]:
         config = ModelConfig(**{**SHAPE, **changes})
-        return [fold.source for fold in find_folds(config, GATED if config.mlp == "gated" else {})]
+        return [fold.source for fold in find_folds(config, GATED if config.mlp == "gated" else PLAIN)]
 
     assert sources() == ["attention_norm", "attention/v_proj", "mlp_norm", "mlp/up_proj"]
     assert sources(num_kv_heads=1) == ["attention_norm", "mlp_norm", "mlp/up_proj"]

@@ -9,7 +9,7 @@ import pytest
 
 from jaxstack.compress.base import InputStatistics
 from jaxstack.compress.config import choose_methods, load_recipe
-from jaxstack.compress.matrix import dense_weights
+from jaxstack.compress.matrix import compressible_weights
 from jaxstack.compress.solvers.bct import Bct, BctGptq, round_tiles
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, count_parameters, preset_config
@@ -74,13 +74,13 @@ def test_the_sweep_lowers_the_error_of_outputs_on_the_same_tiles():
 def test_llama3_1b_takes_less_than_an_eighth_of_its_float32_bytes():
     """Arithmetic over its shapes: 32 bits are 7.98 of ours, vectors in 8 bits included."""
     config = preset_config("llama3-1b", vocab_size=128256)
-    methods = choose_methods(load_recipe("bct"), dense_weights(config))
-    weights = sum(int(np.prod(layout.size)) for layout in dense_weights(config).values())
-    assert len(methods) == len(dense_weights(config))
+    methods = choose_methods(load_recipe("bct"), compressible_weights(config))
+    weights = sum(int(np.prod(layout.size)) for layout in compressible_weights(config).values())
+    assert len(methods) == len(compressible_weights(config))
     vectors = count_parameters(config).total - weights
     tiles = sum(
         int(np.prod(layout.size)) // math.prod(methods[path].format.tile)
-        for path, layout in dense_weights(config).items()
+        for path, layout in compressible_weights(config).items()
     )
     stored = 4 * weights + 8 * tiles + (8 + 8 / 64) * vectors
     assert vectors > 0
@@ -90,4 +90,4 @@ def test_llama3_1b_takes_less_than_an_eighth_of_its_float32_bytes():
 def test_tiles_that_do_not_fit_are_refused_with_the_size_that_does():
     config = ModelConfig(vocab_size=96, hidden_size=96, num_layers=1, num_heads=2, intermediate_size=160)
     with pytest.raises(ConfigError, match="tile_size 64 does not divide its 96 inputs; 48 does"):
-        choose_methods(load_recipe("bct"), dense_weights(config))
+        choose_methods(load_recipe("bct"), compressible_weights(config))

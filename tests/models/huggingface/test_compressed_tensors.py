@@ -31,7 +31,6 @@ from jaxstack.models.huggingface.quantized_weights import (
     QuantizedTensor,
     open_quantized,
     pack_words,
-    stack_packed,
     store,
     unpack_words,
 )
@@ -39,6 +38,7 @@ from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.formats import Float8Format, IntegerFormat, RoundedInputFormat
+from pallas_kernels.weight_only.packed import stack_packed
 
 FIXTURES = Path(__file__).parent / "compressed_tensors"
 KINDS = ("int4", "int4-zeros", "int8", "fp8")
