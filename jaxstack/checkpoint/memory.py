@@ -26,6 +26,7 @@ from jaxstack.checkpoint.leaves import LeafSpec, compare, describe, name_leaves,
 from jaxstack.checkpoint.neighbour import CopyClient, CopyServer, TransferError, find_holders, local_address
 from jaxstack.distributed import coordination
 from jaxstack.distributed.cluster import check_tls_files, find_place
+from jaxstack.distributed.device_setup import host_memory
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.observe.number_format import byte_size
 
@@ -272,7 +273,7 @@ class MemoryCheckpoints:
             num_bytes=shard_files.local_bytes(
                 {name: orbax_target(leaf, describe(name, leaf)) for name, leaf in targets.items()}
             ),
-            free_bytes=shutil.disk_usage(self._folder).free + memory_folder.used_bytes(self._folder),
+            free_bytes=_room(self._folder),
             own=self._own.steps(),
             held=held,
             address=self._server.address if self._server is not None else (),
@@ -392,6 +393,12 @@ def _launcher_folder() -> Path:
             "python -m jaxstack.launch -- COMMAND, or set checkpoint.memory_every_steps to 0."
         )
     return Path(folder)
+
+
+def _room(folder: Path) -> int:
+    """Return the bytes that copies may take in a folder in memory: its file system's, within those of the host."""
+    room = shutil.disk_usage(folder).free + memory_folder.used_bytes(folder)
+    return min(room, host_memory() or room)
 
 
 def _specs_of(index: Mapping[str, Any]) -> dict[str, LeafSpec]:

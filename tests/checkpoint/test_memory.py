@@ -126,16 +126,18 @@ def test_shards_on_several_devices_are_stored_once(tmp_path):
         "everywhere": jax.device_put(values, NamedSharding(mesh, P())),
         "scalar": jax.device_put(np.float32(3), NamedSharding(mesh, P())),
         "host": values.copy(),
+        "eight": jax.device_put(values.astype(jnp.float8_e4m3fn), NamedSharding(mesh, P("a"))),
+        "four": jax.device_put((values % 8).astype(jnp.int4), NamedSharding(mesh, P("a"))),
     }
     shards = shard_files.start_copy(arrays)
     assert sorted(shards["split"]) == ["0:2,0:4", "0:2,4:8", "2:4,0:4", "2:4,4:8"]
     assert {name: len(pieces) for name, pieces in shards.items()} == {
-        "split": 4, "partly": 2, "everywhere": 1, "scalar": 1, "host": 1,
+        "split": 4, "partly": 2, "everywhere": 1, "scalar": 1, "host": 1, "eight": 2, "four": 2,
     }  # fmt: skip
     index = {"format": manifest.FORMAT, "step": 1, "saved_at": "", "leaves": {}}
     written = shard_files.write(tmp_path, shards, index, {})
     targets = abstract_state(arrays)
-    assert written == 4 * values.nbytes + 4 == shard_files.local_bytes(targets)
+    assert written == 4 * values.nbytes + 4 + 2 * values.size == shard_files.local_bytes(targets)
     index = manifest.check(tmp_path, 1)
     assert shard_files.missing_shard(index, targets) is None
     found = shard_files.read(tmp_path, index, targets)

@@ -106,6 +106,32 @@ def test_children_die_with_a_killed_launcher():
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_folder_of_copies_outlives_the_processes_but_not_the_launcher(killed):
+    """Both starts have the same private folder; it is removed when the launcher ends, however it ends."""
+    program = (
+        "import os, sys, time; path = os.environ['JAXSTACK_MEMORY_FOLDER']; found = os.listdir(path); "
+        "print(path, oct(os.stat(path).st_mode), *found, flush=True); open(path + '/copy', 'w').close(); "
+        f"time.sleep({600 * killed} * len(found)); sys.exit(not found)"
+    )
+    process = launch("--max-restarts", "1", program=program)
+    lines: list[list[str]] = []
+    while len(lines) < 2:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, "the launcher ended early"
+        lines += [line.split()] if line.startswith("/dev/shm/") else []
+    folder = Path(lines[0][0])
+    assert lines == [[str(folder), "0o40700"], [str(folder), "0o40700", "copy"]]
+    if killed:
+        process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not folder.exists() and process.returncode == (-signal.SIGKILL if killed else 0)
+
+
 def test_what_a_shell_started_dies_with_a_killed_launcher():
     """The kernel ends the shell, which has no time to end what stands below it."""
     program = "import subprocess; subprocess.run(['sh', '-c', 'setsid sleep 998 & echo $!; wait'])"
