@@ -1,0 +1,237 @@
+"""docs/claims.md: every claim with what was run for it, the result, the commit and a verdict.
+
+claims.yaml lists the claims and what shows each; results come from the rows of benchmarks. A verdict without a row or a
+test, or one that its row contradicts, is an error. A row whose code has changed since its commit bears a mark.
+"""
+
+import functools
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from scripts.pages import fields, performance
+from scripts.pages.page import Page, escaped, table
+from scripts.pages.rows import RESULTS, ROOT, Row, compare, newest_rows, read_all
+
+LIST = ROOT / "scripts" / "pages" / "claims.yaml"
+VERDICTS = ("met", "missed", "in part", "not shown")
+MARK = "†"
+"""Mark of a result whose code has changed since its commit, or whose commit is in no history here."""
+TITLES = ("technique", "claim", "what was run", "result", "commit", "date", "verdict")
+STEP_CODE = ("jaxstack/models", "jaxstack/step.py", "jaxstack/gradients", "jaxstack/optim", "pallas_kernels")
+"""What a whole train step is computed by."""
+
+
+class ClaimError(SystemExit):
+    """A claim whose evidence is missing or says something else than its verdict."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row as evidence: what was run, and its value beside the goal."""
+
+    row: Row
+    shown: str
+    """The value in words."""
+    code: tuple[str, ...]
+    """Paths whose code the row measured."""
+    reached: bool | None = None
+    """Whether the value reaches the goal; None: there is none."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim, its verdict and what shows it."""
+
+    technique: str
+    claim: str
+    verdict: str
+    results: Sequence[Result] = ()
+    tests: Sequence[str] = ()
+    missing: str = ""
+    """What is not shown."""
+    section: str = field(default="", compare=False)
+
+    def check(self) -> None:
+        """Check that the verdict has evidence which does not contradict it.
+
+        Raises:
+          ClaimError: it has none, or a row contradicts it, or a test is missing.
+        """
+        name = f"claims: {self.technique}: {self.claim}"
+        if self.verdict not in VERDICTS:
+            raise ClaimError(f"{name}: the verdict is {self.verdict!r}, not one of {', '.join(VERDICTS)}.")
+        if self.verdict != "not shown" and not self.results and not self.tests:
+            raise ClaimError(f"{name}: {self.verdict!r} needs a row or a test; without any it is 'not shown'.")
+        if self.verdict in ("in part", "not shown") and not self.missing:
+            raise ClaimError(f"{name}: {self.verdict!r} needs `missing`, which says what is not shown.")
+        reached = [result.reached for result in self.results if result.reached is not None]
+        if (self.verdict == "met" and not all(reached)) or (self.verdict == "missed" and reached and all(reached)):
+            raise ClaimError(f"{name}: the verdict is {self.verdict!r}, but the newest rows say otherwise.")
+        if absent := [path for path in self.tests if not (ROOT / path).exists()]:
+            raise ClaimError(f"{name}: there is no {absent[0]}.")
+
+
+def read_claims() -> list[Claim]:
+    """Return the claims of claims.yaml, those of the main workloads, and those of the examples of other fields.
+
+    Raises:
+      ClaimError: see `Claim.check`; or no row is as claims.yaml describes it.
+    """
+    listed = yaml.safe_load(LIST.read_text(encoding="utf-8"))
+    claims = [_listed(section, entry) for section, entries in listed.items() for entry in entries]
+    claims += [*_workloads(), *_examples()]
+    for claim in claims:
+        claim.check()
+    return claims
+
+
+def _listed(section: str, entry: Mapping[str, Any]) -> Claim:
+    name = f"claims.yaml: {entry['technique']}"
+    results = [result for one in entry.get("rows", ()) for result in _results(name, one)]
+    tests = [f"tests/{path}" for path in entry.get("tests", ())]
+    return Claim(
+        entry["technique"], entry["claim"], entry["verdict"], results, tests, entry.get("missing", ""), section
+    )
+
+
+def _results(name: str, described: Mapping[str, Any]) -> list[Result]:
+    """Return the newest rows that claims.yaml describes: `file`, `where`, `show`, `code`, `at_least` and `at_most`.
+
+    There is one for each work, implementation, variant and device that `where` leaves open.
+    """
+    where = described.get("where", {})
+    rows = [row for row in read_all(RESULTS / f"{described['file']}.jsonl") if _fits(row, where)]
+    if not rows:
+        raise ClaimError(f"{name}: no row of {described['file']} that can be repeated has {where}.")
+    if absent := [path for path in described["code"] if not (ROOT / path).exists()]:
+        raise ClaimError(f"{name}: there is no {absent[0]}, which a row of {described['file']} measures.")
+    code = tuple(described["code"])
+    try:
+        return [Result(r, described["show"].format_map(r), code, _reached(r, described)) for r in newest_rows(rows)]
+    except KeyError as error:
+        raise ClaimError(f"{name}: a row of {described['file']} that has {where} has no {error}.") from None
+
+
+def _reached(row: Row, described: Mapping[str, Any]) -> bool | None:
+    """Return whether the values of a row reach the goals `at_least` and `at_most`; None if there are none."""
+    goals = [(value, goal, 1) for value, goal in described.get("at_least", {}).items()]
+    goals += [(value, goal, -1) for value, goal in described.get("at_most", {}).items()]
+    return all(sign * row[value] >= sign * goal for value, goal, sign in goals) if goals else None
+
+
+def _fits(row: Row, where: Mapping[str, Any]) -> bool:
+    return all(row.get(key) == value for key, value in where.items())
+
+
+def _workloads() -> Iterable[Claim]:
+    """Return a claim for each main workload: its speed over that of the fastest peer of the same run."""
+    rows = read_all(RESULTS / "train_step.jsonl")
+    for work, title in performance.WORKS.items():
+        goal = performance.GOALS[work]
+        found = compare(work, rows, ())
+        claim = f"at least {goal:.2f} times the fastest peer of the same run"
+        ratio = None if found is None else found.ratio
+        if found is None or ratio is None:
+            missing = "no peer in the same run"
+            yield Claim(title, claim, "not shown", missing=missing, section="Main workloads")
+            continue
+        result = Result(found.ours, f"{ratio:.2f}", STEP_CODE, ratio >= goal)
+        yield Claim(title, claim, "met" if result.reached else "missed", [result], section="Main workloads")
+
+
+def _examples() -> Iterable[Claim]:
+    """Return a claim for each example of another field."""
+    for row in fields.newest_rows():
+        missed = [criterion for criterion, met in row["checks"].items() if not met]
+        shown = f"{row['measure']}: {fields.number(row['ours'])}"
+        result = Result(row, shown, (f"docs/examples/fields/{row['work']}.py",), not missed)
+        verdict = "missed" if missed else "met"
+        yield Claim(fields.title(row), row["claim"], verdict, [result], section="Examples of other fields")
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@functools.cache
+def has_history() -> bool:
+    """Return True if the commits of rows can be looked up: in a clone with its whole history."""
+    try:
+        return _git("rev-parse", "--is-shallow-repository").stdout.strip() == "false"
+    except OSError:
+        return False
+
+
+@functools.cache
+def is_stale(commit: str, code: tuple[str, ...]) -> bool:
+    """Return True if files below the paths `code` differ from those of a commit, or the commit is unknown."""
+    return _git("diff", "--quiet", commit, "--", *code).returncode != 0
+
+
+def mark(result: Result) -> str:
+    """Return the mark of a stale result, or nothing."""
+    return f" {MARK}" if is_stale(str(result.row["commit"]), result.code) else ""
+
+
+def claims_table(claims: Iterable[Claim]) -> str:
+    """Return the table of claims, with a line for each."""
+    return table(TITLES, (_line(claim) for claim in claims))
+
+
+def _line(claim: Claim) -> list[str]:
+    ran = [f"`{result.row['command']}` ({result.row.get('device', 'cpu')})" for result in claim.results]
+    ran += [f"`{path}`" for path in claim.tests]
+    shown = [f"{result.shown}{mark(result)}" for result in claim.results]
+    shown += ["its tests pass"] if claim.tests else []
+    commits = [str(result.row["commit"])[:7] for result in claim.results] + ["each"] * bool(claim.tests)
+    dates = [str(result.row["date"])[:10] for result in claim.results]
+    verdict = claim.verdict if claim.verdict == "met" else f"**{claim.verdict}**"
+    verdict += f": {claim.missing}" if claim.missing else ""
+    cells = [
+        claim.technique,
+        claim.claim,
+        *("; ".join(dict.fromkeys(c)) for c in (ran, shown, commits, dates)),
+        verdict,
+    ]
+    return [escaped(cell) or "–" for cell in cells]
+
+
+OPENING = """\
+# Claims
+
+After this page you know what jaxstack claims, what was run for each claim, and which claims are not met or not shown.
+
+<!-- Made by `python -m scripts.pages claims` from scripts/pages/claims.yaml and benchmarks/results/. Do not edit. -->
+
+"""
+READING = f"""
+- **what was run** is the command of a row of results, or tests. Tests run with every change (exhaustive ones as
+  far as the time of `.ci/run` allows), so their commit is *each*.
+- **verdict**: *met*; *missed*: the newest row does not reach the claim; *in part* and *not shown* say what is missing.
+- {MARK} The code that the row measured has changed since its commit, or the commit is not in this repository's history:
+  the result may have changed too.
+
+"""
+
+
+def make_page(text: str) -> str:
+    """Return the page; the present one where no history says which rows are stale."""
+    if not has_history():
+        return text
+    claims = read_claims()
+    counts = [f"{sum(claim.verdict == verdict for claim in claims)} {verdict}" for verdict in VERDICTS]
+    stale = sum(bool(mark(result)) for claim in claims for result in claim.results)
+    total = sum(len(claim.results) for claim in claims)
+    parts = [OPENING, f"Of {len(claims)} claims: {', '.join(counts)}. {stale} of {total} rows bear the mark {MARK}.\n"]
+    parts.append(READING)
+    for section in dict.fromkeys(claim.section for claim in claims):
+        own = [claim for claim in claims if claim.section == section]
+        parts.append(f"## {section}\n\n{claims_table(own)}\n\n")
+    return "".join(parts).rstrip() + "\n"
+
+
+PAGES = (Page("claims.md", {}, rewrite=make_page),)

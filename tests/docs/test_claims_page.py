@@ -1,0 +1,104 @@
+"""docs/claims.md: verdicts need evidence that agrees with them, and results of code that has changed bear a mark."""
+
+import subprocess
+from typing import Any
+
+import pytest
+
+from scripts.pages import claims
+from scripts.pages.claims import MARK, Claim, ClaimError, Result
+
+ROW = {"commit": "0" * 40, "date": "2026-11-28T00:00:00", "command": "python x.py", "speedup": 2.0, "device": "cpu"}
+
+
+def make_claim(verdict: str, **fields: Any) -> Claim:
+    return Claim("a technique", "twice as fast", verdict, **fields)
+
+
+def result(reached: bool | None, **row: Any) -> Result:
+    return Result({**ROW, **row}, "2.0 times", ("scripts",), reached)
+
+
+@pytest.mark.parametrize(
+    ("claim", "said"),
+    [
+        (make_claim("met"), "'met' needs a row or a test; without any it is 'not shown'"),
+        (make_claim("missed"), "'missed' needs a row or a test"),
+        (make_claim("in part", tests=["tests/docs/test_claims_page.py"]), "needs `missing`"),
+        (make_claim("not shown"), "needs `missing`"),
+        (make_claim("proven"), "the verdict is 'proven', not one of met, missed"),
+        (make_claim("met", results=[result(True), result(False)]), "the newest rows say otherwise"),
+        (make_claim("missed", results=[result(True)]), "the newest rows say otherwise"),
+        (make_claim("met", tests=["tests/docs/test_no_such.py"]), "there is no tests/docs/test_no_such.py"),
+    ],
+)
+def test_a_verdict_without_its_evidence_is_one_message(claim, said):
+    with pytest.raises(ClaimError, match=said):
+        claim.check()
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        make_claim("met", results=[result(True), result(None)]),
+        make_claim("missed", results=[result(False)]),
+        make_claim("in part", results=[result(None)], missing="the rest"),
+        make_claim("not shown", missing="a row"),
+    ],
+)
+def test_a_verdict_with_its_evidence_is_taken(claim):
+    claim.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"file": "no_such_file"}, "no row of no_such_file that can be repeated"),
+        ({"where": {"work": "no such work"}}, "no row of device that can be repeated has"),
+        ({"code": ["no/such/path"]}, "there is no no/such/path, which a row of device measures"),
+        ({"show": "{no_such_value}"}, "has no 'no_such_value'"),
+    ],
+)
+def test_a_description_that_no_row_fits_is_one_message(change, said):
+    described = {"file": "device", "where": {"work": "copy of 2 GiB"}, "show": "{milliseconds}", "code": ["scripts"]}
+    assert claims._results("x", described)
+    with pytest.raises(ClaimError, match=said):
+        claims._results("x", {**described, **change})
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository with one commit of two folders, in place of ours."""
+
+    def git(*arguments: str) -> str:
+        options = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", *options, *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    for name in ("measured", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "code.py").write_text("x = 1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    monkeypatch.setattr(claims, "ROOT", tmp_path)
+    claims.is_stale.cache_clear()
+    yield tmp_path, git("rev-parse", "HEAD")
+    claims.is_stale.cache_clear()
+
+
+def test_a_row_older_than_the_code_that_it_measures_is_marked(repository):
+    folder, commit = repository
+    found = Result({**ROW, "commit": commit}, "2.0 times", ("measured",))
+
+    def mark() -> str:
+        claims.is_stale.cache_clear()
+        return claims.mark(found)
+
+    assert mark() == ""
+    (folder / "other" / "code.py").write_text("x = 2\n")
+    assert mark() == ""
+    (folder / "measured" / "code.py").write_text("x = 2\n")
+    assert mark() == f" {MARK}"
+    assert claims.mark(result(None)) == f" {MARK}"  # its commit is unknown
+    assert f"2.0 times {MARK}" in claims.claims_table([make_claim("met", results=[found])])
