@@ -33,7 +33,7 @@ from jaxstack.local_sgd import AnyWorkerMethod
 from jaxstack.local_sgd.diloco import DiLoCo
 from jaxstack.local_sgd.folder import FolderDiLoCo
 from jaxstack.models import adapters
-from jaxstack.models import config as model_config
+from jaxstack.models import features as model_features
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig, load_preset
 from jaxstack.observe import config as observe_config
@@ -59,7 +59,7 @@ FEATURES: tuple[Feature, ...] = (
     *parallel_config.FEATURES,
     *local_sgd.FEATURES,
     *run_sections.FEATURES,
-    *model_config.FEATURES,
+    *model_features.FEATURES,
     *adapters.FEATURES,
     *compression_config.FEATURES,
     *distill.FEATURES,

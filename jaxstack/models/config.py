@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component, NameIn
-from jaxstack.config.features import Excludes, Feature
 from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.activations import ACTIVATIONS
@@ -20,24 +19,23 @@ from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.norm import NORMS
 from jaxstack.models.recurrent import GatedDelta, KimiDelta, StateSpace
 from jaxstack.models.rope import RopeScaling, Rotation
-from jaxstack.parallel.config import MIXTURE
 
 MOST_PREDICTION_LAYERS = 16
 """Largest `ModelConfig.num_nextn_predict_layers`."""
-_SOFTMAX_KINDS = ("softmax", "longformer", "block_sparse")
+SOFTMAX_KINDS = ("softmax", "longformer", "block_sparse")
 
 
 LayerKind = tuple[str, bool, Literal["keeps", "reuses"] | None]
 """(Layer type, has a mixture of experts, use of its keys), from which a layer's record follows."""
 
-_NOT_SOFTMAX = (
+NOT_SOFTMAX = (
     "parametrization: mup is known for softmax over scores of queries and keys; attention.name {model.attention.name} "
-    f"is another function of them. Use one of {', '.join(_SOFTMAX_KINDS)}."
+    f"is another function of them. Use one of {', '.join(SOFTMAX_KINDS)}."
 )
-_ATTENTION_ALONE = (
+ATTENTION_ALONE = (
     "parametrization: mup is known for attention alone; layer_types has layers of {mixer}; leave them out."
 )
-_LATENTS = (
+LATENTS = (
     "parametrization: mup does not know how learning rates of projections to latents depend on the width; set it to "
     "standard, or take another attention.name than {model.attention.name}."
 )
@@ -270,11 +268,11 @@ class ModelConfig(Component):
                 "width; set scale_embeddings to false (the norms that follow make up for it)."
             )
         if (mixer := next((kind.title for kind in self.mixers() if kind is not self.attention), None)) is not None:
-            return _ATTENTION_ALONE.replace("{mixer}", mixer)
+            return ATTENTION_ALONE.replace("{mixer}", mixer)
         if isinstance(self.attention, LatentAttention):
-            return _LATENTS.replace("{model.attention.name}", self.attention.name)
-        if self.attention.name not in _SOFTMAX_KINDS:
-            return _NOT_SOFTMAX.replace("{model.attention.name}", self.attention.name)
+            return LATENTS.replace("{model.attention.name}", self.attention.name)
+        if self.attention.name not in SOFTMAX_KINDS:
+            return NOT_SOFTMAX.replace("{model.attention.name}", self.attention.name)
         if self.query_pre_attn_scalar is not None and self.base_head_dim not in (None, self.width_per_head):
             return (
                 "query_pre_attn_scalar fixes the scale of attention scores, which parametrization: mup derives from "
@@ -310,6 +308,11 @@ class ModelConfig(Component):
             )
         return None
 
+    @property
+    def layers_are_independent(self) -> bool:
+        """True if a layer reads the residual stream alone, not keys of other layers or embeddings of its own."""
+        return not (self.num_kv_shared_layers or self.hidden_size_per_layer_input)
+
     def check_independent_layers(self, what: str, way_out: str) -> None:
         """Check that a layer's output follows from its input, as it must where layers run apart from each other.
 
@@ -320,7 +323,7 @@ class ModelConfig(Component):
         Raises:
           ConfigError: layers also read keys and values of others, or embeddings of their own.
         """
-        if not _layers_are_independent(self):
+        if not self.layers_are_independent:
             raise ConfigError(
                 f"{what} passes only the residual stream from layer to layer, but the layers of this model read more: "
                 f"num_kv_shared_layers is {self.num_kv_shared_layers}, hidden_size_per_layer_input is "
@@ -513,141 +516,6 @@ def _near_divisors(number: int, near: int) -> str:
 
 def _has_keys(layer_type: str) -> bool:
     return LAYER_TYPES[layer_type].mixer == "attention"
-
-
-def _layers_are_independent(model: ModelConfig) -> bool:
-    return not (model.num_kv_shared_layers or model.hidden_size_per_layer_input)
-
-
-def _has_mixer(title: str, model: ModelConfig) -> bool:
-    return title in [mixer.title for mixer in model.mixers()]
-
-
-def _has_attention(name: str, model: ModelConfig) -> bool:
-    return model.attention.name == name
-
-
-_READ_MORE = (
-    "the layers of this model read more: model.num_kv_shared_layers is {model.num_kv_shared_layers}, "
-    "model.hidden_size_per_layer_input is {model.hidden_size_per_layer_input}"
-)
-
-FEATURES = (
-    Feature("unrolled layers", "model", lambda model: not model.scan_layers, ("model.scan_layers=false",)),
-    Feature("recomputation", "model", lambda model: model.remat != "none", ("model.remat=full",)),
-    Feature("offloading", "model", lambda model: model.remat.endswith("offload"), ("model.remat=offload",)),
-    Feature(
-        "muP",
-        "model",
-        lambda model: model.parametrization == "mup",
-        ("model.parametrization=mup", "model.base_width=16"),
-    ),
-    Feature("mixture of experts", "model", lambda model: model.moe is not None, MIXTURE),
-    Feature(
-        "expert capacity",
-        "model",
-        lambda model: model.moe is not None and model.moe.capacity_factor is not None,
-        (*MIXTURE, "model.moe.capacity_factor=1.25"),
-        excludes=(
-            Excludes(
-                "context parallelism",
-                "the capacity counts the tokens of whole sequences",
-                "model.moe.capacity_factor ({model.moe.capacity_factor}) counts the tokens of whole sequences, but "
-                "parallel.context ({parallel.context}) splits sequences; remove one of the two.",
-            ),
-        ),
-    ),
-    Feature(
-        "multi-token prediction",
-        "model",
-        lambda model: model.num_nextn_predict_layers > 0,
-        ("model.num_nextn_predict_layers=1",),
-    ),
-    Feature(
-        "per-layer embeddings or shared keys",
-        "model",
-        lambda model: not _layers_are_independent(model),
-        ("model.hidden_size_per_layer_input=16",),
-        excludes=(
-            Excludes(
-                "pipeline",
-                "a stage gets only the residual stream of the stage before it",
-                "parallel.pipeline ({parallel.pipeline}) passes only the residual stream from stage to stage, but "
-                f"{_READ_MORE}; set parallel.pipeline=1 and use fsdp, tensor or context.",
-            ),
-            Excludes(
-                "muP",
-                "how the learning rates of their weights depend on the width is not known",
-                "parametrization: mup does not know how learning rates depend on the width where "
-                f"{_READ_MORE}; use parametrization: standard.",
-            ),
-            Excludes(
-                "prefetch",
-                "the loop that gathers ahead has gradients of the residual stream and of weights only",
-                "parallel.prefetch ({parallel.prefetch}) has gradients of the residual stream and of weights only, but "
-                f"{_READ_MORE}; remove parallel.prefetch.",
-            ),
-            Excludes(
-                "multi-token prediction",
-                "the layers that predict have no keys, values and embeddings of the model's layers",
-                "num_nextn_predict_layers ({model.num_nextn_predict_layers}) must be 0, as the layers that predict "
-                f"have no keys, values and embeddings of the model's layers, but {_READ_MORE}.",
-            ),
-        ),
-    ),
-    Feature("tied embeddings", "model", lambda model: model.tie_word_embeddings, ("model.tie_word_embeddings=true",)),
-    Feature("dropout", "model", lambda model: model.dropout > 0, ("model.dropout=0.1",)),
-    *(
-        Feature(
-            f"{name} attention",
-            "model",
-            functools.partial(_has_attention, name),
-            (f"model.attention={{name: {name}{settings}}}",),
-            excludes=()
-            if name in _SOFTMAX_KINDS
-            else (Excludes("muP", "its scores are not those of a softmax, for which muP is known", _NOT_SOFTMAX),),
-        )
-        for name, settings in (
-            ("linear", ""),
-            ("performer", ", features: 16"),
-            ("projected", ", block_size: 16"),
-            ("block_sparse", ", block_size: 16"),
-            ("longformer", ", window: 4"),
-        )
-    ),
-    Feature(
-        "latent attention",
-        "model",
-        functools.partial(_has_attention, "latent"),
-        (
-            "model.attention={name: latent, kv_lora_rank: 16, qk_nope_head_dim: 8, qk_rope_head_dim: 4, v_head_dim: 8}",
-            "model.head_dim=12",
-        ),
-        excludes=(
-            Excludes("muP", "how learning rates of projections to latents depend on the width is not known", _LATENTS),
-        ),
-    ),
-    *(
-        Feature(
-            name,
-            "model",
-            functools.partial(_has_mixer, mixer),
-            (f"model.layer_types=[{mixer},full_attention]", f"model.{mixer}={settings}"),
-            excludes=(Excludes("muP", "muP is known for attention alone", _ATTENTION_ALONE.replace("{mixer}", mixer)),),
-        )
-        for name, mixer, settings in (
-            ("gated DeltaNet", "delta", "{num_heads: 4, head_dim: 8, num_key_heads: 4, key_head_dim: 8}"),
-            ("Mamba-2", "ssd", "{num_heads: 4, head_dim: 8, state_size: 8, n_groups: 4}"),
-        )
-    ),
-    Feature(
-        "attention sinks",
-        "model",
-        lambda model: getattr(model.attention, "sinks", False),
-        ("model.attention={name: softmax, sinks: true}",),
-    ),
-)
-"""Features of a model, see `jaxstack.config.features`."""
 
 
 _DIRECTORY = Path(__file__).parent / "presets"
