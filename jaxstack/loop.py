@@ -111,7 +111,7 @@ class Loop:
         self.signs = ProgressFile.of_this_process()
         self.done = 0
         """Steps that are done, counted from the beginning of the run."""
-        self.save_postponed = self.advised = self.finished = False
+        self.save_postponed = self.advised = self.finished = self.evaluated = False
 
     def run(self) -> dict[str, Any]:
         """Train until the last step of the run and return the last logged metrics, see `Trainer.fit`."""
@@ -249,9 +249,10 @@ class Loop:
                     self._end_of_data(step - 1, pending)
                 if len(pending) == _IN_FLIGHT:
                     self._read(*pending.popleft())
-                self.signs.note("train", step=step)
+                self.signs.note("train", step=step, saved=self._committed())
                 with profiler.step(step), self.signs.waiting():
                     metrics = self.trainer.train_step(batch)
+                self.signs.note()
                 profiler.finish_step(step, metrics)
                 self.done = step
                 pending.append((step, metrics, waited))
@@ -402,14 +403,17 @@ class Loop:
             return stopped
 
         with doing("evaluating"):
+            self.signs.note("evaluate" if self.evaluated else "compile")
             values = self._held_out_values(limit, after_batch)
             if values is None:
                 return stopped
             if self.settings.run_tasks is not None:
-                values |= self.settings.run_tasks(lambda: self.signs.note("evaluate"))
+                self.signs.note("tasks")
+                values |= self.settings.run_tasks(lambda: self.signs.note("tasks"))
             if last and limit is not None and values["eval_items"] >= limit:
                 whole = self._held_out_values(None, after_batch) or {}
                 values |= {f"final_{name}": value for name, value in whole.items()}
+        self.evaluated = True
         self.log.log_evaluation(step, values)
         self.meter.exclude(time.perf_counter() - began)
         return False

@@ -8,6 +8,8 @@ import dataclasses
 import datetime
 import json
 import os
+import socket
+import threading
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +22,7 @@ from jaxstack.errors import JaxstackError
 from jaxstack.files import write_file
 
 _PART = ".hashes-"
+_LOOK_SECONDS = 0.2
 
 
 @dataclasses.dataclass
@@ -34,6 +37,50 @@ class SaveJob:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     num_bytes: int = 0
     blocking_seconds: float = 0.0
+
+
+class OtherProcessFailed(JaxstackError):
+    """Raised where this process could write its part of a checkpoint, but another process could not."""
+
+
+def finish_together(staging: Path, finish_write: Callable[[], None]) -> None:
+    """Wait until all processes have written their parts of a checkpoint; every process calls it.
+
+    Orbax waits for the part of a process that failed until its time limit. This function does not: a process that fails
+    tells the others. They leave the thread that waits behind.
+
+    Args:
+      staging: folder of the save.
+      finish_write: waits until this process's part is written, and raises if that failed.
+
+    Raises:
+      OtherProcessFailed: another process failed; the message has its reason.
+      Exception: this process failed.
+    """
+    index, count = coordination.process_position()
+    if count == 1:
+        finish_write()
+        return
+    failure: list[Exception] = []
+    key = f"{staging.name}-failed"
+
+    def finish() -> None:
+        try:
+            finish_write()
+        except Exception as error:
+            failure.append(error)
+            coordination.publish(key, f"process {index} on {socket.gethostname()}: {explain(error, str(staging))}")
+
+    thread = threading.Thread(target=finish, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK_SECONDS)
+        told = coordination.try_read(key) if thread.is_alive() else None
+        if told is not None:
+            coordination.abandon_thread()
+            raise OtherProcessFailed(told)
+    if failure:
+        raise failure[0]
 
 
 def commit(
@@ -130,6 +177,8 @@ _DISK_ERRORS = (
 
 def explain(error: BaseException, folder: str) -> str:
     """Return in one line why a save to `folder` failed, e.g. that the disk is full or that it timed out."""
+    if isinstance(error, OtherProcessFailed):
+        return str(error)
     chain: list[str] = []
     link: BaseException | None = error
     while link is not None:

@@ -2,6 +2,7 @@
 
 import atexit
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -13,7 +14,15 @@ from typing import Any
 from jaxtyping import PyTree
 
 from jaxstack.checkpoint import arrays, directory, manifest
-from jaxstack.checkpoint.commit import DamageFinder, DeletionCheck, SaveJob, commit, explain, make_index
+from jaxstack.checkpoint.commit import (
+    DamageFinder,
+    DeletionCheck,
+    SaveJob,
+    commit,
+    explain,
+    finish_together,
+    make_index,
+)
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.directory import should_save, steps_to_delete
 from jaxstack.checkpoint.leaves import (
@@ -315,8 +324,7 @@ class CheckpointManager:
         try:
             finish_write = arrays.start_write(job.staging / _ARRAYS, stored, self._timeout_seconds)
         except OSError as error:
-            self._fail(job, error)
-            return
+            finish_write = functools.partial(_raise, error)  # in the background, as the others wait for this process
         except BaseException:
             directory.remove_tree(job.staging)
             raise
@@ -327,7 +335,7 @@ class CheckpointManager:
     def _finish(self, job: SaveJob, finish_write: Callable[[], None]) -> None:
         failure: Exception | None = None
         try:
-            finish_write()
+            finish_together(job.staging, finish_write)
         except Exception as error:
             failure = error
         final = self.directory / str(job.step)
@@ -426,3 +434,7 @@ class CheckpointManager:
         if damage is not None:
             raise JaxstackError(f"the checkpoint {self._path(step)} is damaged: {damage}")
         return manifest.read_index(self._path(step))
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -305,13 +305,26 @@ def as_lost_peer(error: Exception) -> JaxstackError | None:
     return JaxstackError(f"process {coordination_state().process_id} lost another process of the run: {first}")
 
 
+_abandoned = threading.Event()
+
+
+def abandon_thread() -> None:
+    """Note that a thread of a library waits for what will not come, so that this process exits without it."""
+    _abandoned.set()
+
+
 def exit_at_once_on_failure(code: int) -> int:
     """Exit at once without cleanup if `code` is an error and the run has several processes; otherwise return `code`.
 
-    At a normal exit jax waits for the other processes, which may be waiting for this one in a collective.
+    At a normal exit jax waits for the other processes, which may be waiting for this one in a collective; and Python
+    waits for all threads, so that a process with an abandoned one exits at once too, after the others were waited for.
     """
-    if code in (0, 130, 143) or coordination_state().client is None:
+    if coordination_state().client is None:
         return code
+    if code in (0, 130, 143):
+        if not _abandoned.is_set():
+            return code
+        jax.distributed.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

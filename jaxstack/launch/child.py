@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -101,7 +102,7 @@ class Child:
                 text = subprocess.run(
                     [spy, "dump", "--pid", str(self.pid)], capture_output=True, text=True, timeout=30, check=True
                 ).stdout
-        lines = text.splitlines() or ["(no stacks within the time: the process does not answer)"]
+        lines = arrange_stacks(text).splitlines() or ["(no stacks within the time: the process does not answer)"]
         head = ["(it was suspended)"] if suspended else []
         return "\n".join([*head, *lines[:_STACK_LINES]])
 
@@ -114,6 +115,22 @@ class Child:
         if self._pump is not None:
             self._pump.join(1.0)
         return True
+
+
+def arrange_stacks(text: str) -> str:
+    """Return a dump of faulthandler with the main thread first, and equal stacks once; other text as it is.
+
+    faulthandler writes the main thread last, after dozens of workers that wait for work.
+    """
+    threads = [part for part in re.split(r"(?m)^(?=(?:Current t|T)hread 0x)", text) if part.strip()]
+    if not all(re.match(r"(Current t|T)hread 0x", part) for part in threads):
+        return text
+    alike: dict[str, list[str]] = {}
+    for part in reversed(threads):
+        head, _, frames = part.rstrip().partition("\n")
+        alike.setdefault(frames, []).append(head)
+    more = {frames: f" and {len(heads) - 1} alike" if len(heads) > 1 else "" for frames, heads in alike.items()}
+    return "\n".join(f"{heads[0].rstrip(':')}{more[frames]}:\n{frames}" for frames, heads in alike.items())
 
 
 def _die_with_parent() -> None:
@@ -175,13 +192,14 @@ class Limits:
     step: float = 300.0
     """Limit between two training steps or evaluation batches."""
     start: float = 3600.0
-    """Limit until the first step (reading data, restoring, compiling), and for the first evaluation."""
+    """Limit until the first step (reading data, restoring, compiling), until the first batch of the first evaluation,
+    and between two batches of evaluation tasks, which may compile."""
     save: float = 1800.0
     """Limit on a save that training waits for."""
 
     def timeout_of(self, record: Record, suspended: bool = False) -> float:
         """Return the timeout for the phase that a process is in; a suspended process has that of a train step."""
-        if record.phase == "train" or suspended:
+        if record.phase in ("train", "evaluate") or suspended:
             return self.step
         return self.save if record.phase in ("save", "end") else self.start
 
@@ -193,9 +211,10 @@ def find_stuck(
     since: float = -math.inf,
     suspended: Mapping[int, Callable[[], bool]] = MappingProxyType({}),
 ) -> int | None:
-    """Return the rank that has been stuck longest, without progress for more than its timeout; None if none is.
+    """Return the rank that holds the others up, once a rank is without progress for more than its timeout; else None.
 
-    In a collective the other ranks wait for it, and fall silent after it.
+    In a collective the other ranks wait for the one that has taken the fewest steps. Of equal ones it is the one with
+    the fewest signs of life, as all ranks run the same program; then the one that fell silent first.
 
     Args:
       records: newest progress record of each rank.
@@ -204,12 +223,17 @@ def find_stuck(
       since: silence before this time does not count.
       suspended: rank -> function that returns True if it is suspended; only called beyond the limit of a step.
     """
-    silent = {}
+    silent = set()
+    quiet = set()
     for rank, record in records.items():
         seconds = now - max(record.at, since)
         if seconds > limits.timeout_of(record) or (seconds > limits.step and rank in suspended and suspended[rank]()):
-            silent[rank] = record.at
-    return min(silent, key=lambda rank: silent[rank], default=None)
+            silent.add(rank)
+        if seconds > limits.timeout_of(record) / 2:
+            quiet.add(rank)
+    if not silent:
+        return None
+    return min(silent | quiet, key=lambda rank: (records[rank].step, records[rank].beat, records[rank].at))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ class Record:
     """
 
     phase: str
-    """start, restore, compile, train, evaluate, save or end."""
+    """start, restore, compile, train, evaluate, tasks, save or end. A first evaluation begins as compile."""
     step: int = 0
     """Number of steps that were dispatched to the devices."""
     beat: int = 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxstack.launch.child import Limits, find_straggler, find_stuck
+from jaxstack.launch.child import Limits, arrange_stacks, find_straggler, find_stuck
 from jaxstack.launch.supervisor import RestartBudget
 from jaxstack.resilience.progress_file import Record
 
@@ -14,7 +14,8 @@ def test_each_phase_has_its_limit():
         ("start", 100),
         ("restore", 100),
         ("compile", 100),
-        ("evaluate", 100),
+        ("tasks", 100),
+        ("evaluate", 10),
         ("save", 50),
         ("train", 10),
     ):
@@ -31,6 +32,29 @@ def test_the_first_that_fell_silent_is_named():
         2: Record("train", 7, at=100.5),
     }
     assert find_stuck(records, LIMITS, 111) == 1
+
+
+def test_the_one_that_is_a_step_behind_is_named():
+    """It fell silent later than the other, which had run ahead, and waits for it."""
+    records = {
+        0: Record("train", step=10, at=100.0),
+        1: Record("train", step=9, at=100.3),
+        2: Record("save", step=8, at=99.0),
+    }
+    assert find_stuck(records, LIMITS, 110.1) == 1
+    assert find_stuck(records, LIMITS, 109.9) is None
+    same = {0: Record("train", step=10, beat=31, at=100.0), 1: Record("train", step=10, beat=30, at=100.3)}
+    assert find_stuck(same, LIMITS, 110.1) == 1
+
+
+def test_stacks_begin_with_the_main_thread():
+    """faulthandler writes it last; workers that wait are written once."""
+    worker = 'Thread 0x{}1 (most recent call first):\n  File "a.py", line 1 in _worker\n\n'
+    main = 'Current thread 0x9 (most recent call first):\n  File "b.py", line 2 in main\n'
+    arranged = arrange_stacks(worker.format(1) + worker.format(2) + main).splitlines()
+    assert arranged[0].startswith("Current thread") and "b.py" in arranged[1]
+    assert arranged[2].endswith("and 1 alike:") and len(arranged) == 4
+    assert arrange_stacks("Process 1: python") == "Process 1: python"
 
 
 def test_silence_of_a_job_that_was_suspended_does_not_count():

@@ -47,9 +47,15 @@ def kills(pytestconfig, full) -> int:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory) -> Runs:
-    """Starts small runs that share their data and their compiled steps."""
+def all_runs(tmp_path_factory) -> Runs:
+    """Data and compiled steps of all small runs of a session."""
     return Runs(tmp_path_factory.mktemp("reliability"))
+
+
+@pytest.fixture(scope="module")
+def runs(all_runs, request) -> Runs:
+    """Starts small runs. Each module has its own run directories, as a run goes on with one that it finds."""
+    return all_runs.below(request.module.__name__.rpartition(".")[2])
 
 
 @pytest.fixture

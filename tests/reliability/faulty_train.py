@@ -1,41 +1,109 @@
-"""`jaxstack.train` with a fault of one rank: FAULT=sleep|gil (at step FAULT_STEP of the first start) or lag."""
+"""`jaxstack.train` with a fault of rank FAULT_RANK in its first start, named by FAULT; see `FAULTS`."""
 
 import ctypes
 import os
+import resource
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+import jax
+
+from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.evaluation import Evaluator
 from jaxstack.train import main
 from jaxstack.trainer import Trainer
 
 _steps = 0
 _train_step = Trainer.train_step
 _batches = Trainer.batches
+_save = CheckpointManager.save
+_stream: Any = Evaluator.run
+
+
+def _sleep() -> None:
+    time.sleep(10_000)
+
+
+def _hold_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(10_000)  # a call that does not let the interpreter go
+
+
+def _run_out_of_memory() -> None:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.")
+
+
+def _wait_on_a_device() -> None:
+    """A program whose only device waits for ever, as one does in a collective that a peer never joins."""
+    jax.block_until_ready(jax.jit(lambda: jax.pure_callback(_sleep_with_value, jax.ShapeDtypeStruct((), "int32")))())
+
+
+def _sleep_with_value() -> int:
+    _sleep()
+    return 0
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "sleep": _sleep,
+    "gil": _hold_the_interpreter,
+    "memory": _run_out_of_memory,
+    "device": _wait_on_a_device,
+}
+"""Fault -> what happens in place of step FAULT_STEP; `_install` has those elsewhere."""
+
+
+def _is_mine() -> bool:
+    return os.environ.get("JAX_PROCESS_ID", "0") == os.environ["FAULT_RANK"] and os.environ["JAXSTACK_ATTEMPT"] == "1"
 
 
 def _faulty_step(self: Trainer, batch: Any) -> Any:
     global _steps
     _steps += 1
-    mine = os.environ.get("JAX_PROCESS_ID", "0") == os.environ["FAULT_RANK"]
-    kind = os.environ["FAULT"]
-    if mine and kind != "lag" and _steps == int(os.environ["FAULT_STEP"]) and os.environ["JAXSTACK_ATTEMPT"] == "1":
-        if kind == "gil":
-            ctypes.PyDLL(None).sleep(10_000)  # a call that does not let the interpreter go
-        time.sleep(10_000)
+    if _is_mine() and _steps == int(os.environ["FAULT_STEP"]):
+        FAULTS[os.environ["FAULT"]]()
     return _train_step(self, batch)
 
 
 def _late_batches(self: Trainer, start: int) -> Any:
-    for batch in _batches(self, start):
-        if os.environ.get("JAX_PROCESS_ID", "0") == os.environ["FAULT_RANK"]:
-            time.sleep(0.1)
+    """Each batch 0.1 s late (`lag`), or none from FAULT_STEP on (`reader`)."""
+    lags = os.environ["FAULT"] == "lag"
+    for number, batch in enumerate(_batches(self, start), start + 1):
+        if _is_mine():
+            time.sleep(0.1 if lags else 10_000 * (number == int(os.environ["FAULT_STEP"])))
         yield batch
 
 
-Trainer.train_step = _faulty_step
-if os.environ["FAULT"] == "lag":
-    Trainer.batches = _late_batches
+def _save_on_a_full_disk(self: CheckpointManager, step: int, *arguments: Any, **options: Any) -> None:
+    """Until step FAULT_STEP files of this process end after 4 KiB: what the disk of its host still takes."""
+    if _is_mine():
+        full = step < int(os.environ["FAULT_STEP"])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    _save(self, step, *arguments, **options)
+
+
+def _stuck_evaluation(self: Evaluator, params: Any, non_params: Any, limit: Any, stop: Any) -> Any:
+    def after_batch() -> bool:
+        stopped = stop()
+        if _is_mine():
+            _sleep()
+        return stopped
+
+    return _stream(self, params, non_params, limit, after_batch)
+
+
+def _install(fault: str) -> None:
+    if fault in FAULTS:
+        Trainer.train_step = _faulty_step
+    elif fault in ("lag", "reader"):
+        Trainer.batches = _late_batches
+    elif fault == "disk":
+        CheckpointManager.save = _save_on_a_full_disk
+    elif fault == "evaluation":
+        Evaluator.run = _stuck_evaluation
+
+
+_install(os.environ["FAULT"])
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,6 @@
 """Small real runs in processes of their own, alone or under the launcher, and a look at what they do."""
 
+import copy
 import ipaddress
 import json
 import os
@@ -18,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = """
 model: {{hidden_size: 16, num_layers: 1, num_heads: 2, intermediate_size: 32}}
 data:
-  {{tokenizer: {{name: byte}}, held_out_fraction: 0.1, sources: [{{path: {folder}/texts}}], cache_dir: {folder}/tokens}}
+  {{tokenizer: {{name: byte}}, held_out_fraction: 0.1, sources: [{{path: {texts}}}], cache_dir: {tokens}}}
 train: {{steps: 16, global_batch_size: 4, sequence_length: 32, eval_every_steps: 10, eval_tokens: 256}}
 optimizer: {{learning_rate: 1e-2}}
 schedule: {{name: constant, warmup_steps: 0}}
@@ -33,23 +34,39 @@ FAULTY = (sys.executable, "-m", "tests.reliability.faulty_train")
 
 
 class Runs:
-    """Runs that share data and compiled steps below one folder."""
+    """Runs that share data and compiled steps.
+
+    Attributes:
+      folder: where their run directories are.
+      texts: the texts that they are trained on.
+    """
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        texts = folder / "texts"
+        self.texts = texts = folder / "texts"
         texts.mkdir()
         source = "".join((REPOSITORY / "jaxstack" / name).read_text() for name in ("loop.py", "step.py"))
         for index, start in enumerate(range(0, len(source), 700)):
             (texts / f"{index}.txt").write_text(source[start : start + 700])
-        self.config = folder / "small.yaml"
-        self.config.write_text(CONFIG.format(folder=folder))
+        self._tokens = folder / "tokens"
+        self._use(folder)
         self.environment = {
             **{name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"},
             "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache"),
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
         }  # fmt: skip
+
+    def _use(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "small.yaml"
+        self.config.write_text(CONFIG.format(folder=folder, texts=self.texts, tokens=self._tokens))
+
+    def below(self, name: str) -> "Runs":
+        """Runs with the same data and compiled steps, in a folder of their own: no name of theirs is taken."""
+        other = copy.copy(self)
+        (self.folder / name).mkdir()
+        other._use(self.folder / name)
+        return other
 
     def train(self, name: str, *overrides: str, command: Sequence[str] = TRAIN) -> list[str]:
         """The command of a run."""

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -14,7 +15,7 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from tests.checkpoint.states import assert_same, make_state
 from tests.checkpoint.test_disk_full import fill, small_disk  # noqa: F401
 from tests.checkpoint.test_kill import check_all_whole, run_and_kill
-from tests.reliability.runs import REPOSITORY
+from tests.reliability.runs import FAULTY, REPOSITORY, Runs, finish
 from tests.reliability.states import files_of
 
 pytestmark = pytest.mark.exhaustive
@@ -165,6 +166,19 @@ def test_full_disk(small_disk, record):  # noqa: F811
     record(
         5, "disk full, then freed", "said once, all space reclaimed, the older checkpoint intact, the next save works"
     )
+
+
+def test_full_disk_of_one_host(runs: Runs, record):
+    """The other process does not wait for the part that is missing; both go on, and the next save is whole."""
+    command = runs.train("one-full", "train.steps=14", "checkpoint.every_steps=4", command=FAULTY)
+    launcher = runs.launch(["--processes", "2"], command, FAULT="disk", FAULT_RANK="1", FAULT_STEP="8")
+    began = time.monotonic()
+    code, said = finish(launcher)
+    seconds = time.monotonic() - began
+    told = re.findall(r"the checkpoint of step 4 was not saved: process 1 on \S+: a file in .* raise it", said)
+    assert code == 0 and len(told) == 1 and "starting again" not in said and seconds < 120, said
+    assert runs.saved("one-full") == [8, 12, 14] and sorted(runs.losses("one-full")) == list(range(1, 15))
+    record(5, "the disk of one of two hosts full, then freed", "said once with the process; the next save works")
 
 
 def test_memory_of_many_saves(tmp_path, full, record):

@@ -16,10 +16,10 @@ def mixture(runs: Runs) -> str:
     """Two sources, one of them three times as often as its size, in packed rows."""
     other = runs.folder / "mixed"
     other.mkdir()
-    for index, path in enumerate(sorted((runs.folder / "texts").iterdir())):
+    for index, path in enumerate(sorted((runs.texts).iterdir())):
         if index % 3 == 0:
             (other / path.name).write_text(path.read_text().upper())
-    return f"data.sources=[{{path: {runs.folder / 'texts'}, weight: 1}}, {{path: {other}, weight: 1}}]"
+    return f"data.sources=[{{path: {runs.texts}, weight: 1}}, {{path: {other}, weight: 1}}]"
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ def test_other_data_is_refused_unless_it_is_accepted(runs: Runs, unbroken, recor
     other = runs.folder / "other"
     if not other.exists():
         other.mkdir()
-        for path in (runs.folder / "texts").iterdir():
+        for path in (runs.texts).iterdir():
             (other / path.name).write_text(path.read_text())
         victim = sorted(other.iterdir())[0]
         victim.write_text(victim.read_text().replace("e", "E", 1))  # one letter of one file
@@ -127,7 +127,7 @@ def test_other_data_is_refused_unless_it_is_accepted(runs: Runs, unbroken, recor
         "seed": "seed was 0, is 1",
         "batch": "global_batch_size was 4, is 8",
         "tokenizer": "tokenizer",
-        "data file": f"the source was {runs.folder / 'texts'}, is {other}",
+        "data file": f"the source was {runs.texts}, is {other}",
     }
     for change in list(changes)[: None if full else 2]:
         code, said = finish(runs.start(runs.train(unbroken, *PLAIN, "train.steps=25", *changes[change])))

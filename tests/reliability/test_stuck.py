@@ -22,14 +22,25 @@ def started(said: str) -> int:
     return said.count("compiled the step")
 
 
-@pytest.mark.parametrize("fault", ["gil", "sleep", "stop"])
+STUCK = {
+    "gil": "the interpreter held",
+    "sleep": "a rank asleep",
+    "stop": "SIGSTOP",
+    "device": "a device that never finishes a step, as in a collective that a peer never joins",
+    "reader": "a data reader that hangs",
+    "evaluation": "a rank asleep in an evaluation",
+}
+
+
+@pytest.mark.parametrize("fault", STUCK)
 def test_a_stuck_rank_is_named_ended_and_restarted(runs: Runs, fault, record, full):
-    """The interpreter held for ever, a rank asleep, a rank suspended from outside (SIGSTOP)."""
-    if fault != "gil" and not full:
+    """Each is noticed from outside, by the process's silence."""
+    if fault not in ("gil", "device") and not full:
         pytest.skip("--full")
     before = list_files()
     name = f"stuck-{fault}"
     overrides = ["train.steps=3000" if fault == "stop" else "train.steps=24", *QUICK]
+    overrides += ["train.eval_every_steps=10"] if fault == "evaluation" else []
     command = runs.train(name, *overrides, command=TRAIN if fault == "stop" else FAULTY)
     options = ["--processes", "2", "--step-seconds", str(LIMIT)]
     launcher = runs.launch(options, command, FAULT=fault, FAULT_RANK="1", FAULT_STEP="10")
@@ -39,7 +50,7 @@ def test_a_stuck_rank_is_named_ended_and_restarted(runs: Runs, fault, record, fu
     if fault == "stop":
         os.kill(pids[1], signal.SIGSTOP)
     began = time.monotonic()
-    read_until(launcher, "stacks of rank 1")
+    named = read_until(launcher, "stacks of rank 1")
     noticed = time.monotonic() - began
     read_until(launcher, "starting again")
     restarted = time.monotonic() - began
@@ -51,12 +62,28 @@ def test_a_stuck_rank_is_named_ended_and_restarted(runs: Runs, fault, record, fu
     assert code == (143 if fault == "stop" else 0), said
     assert "resuming from step" in said and started(said) == 1
     assert fault == "stop" or sorted(runs.losses(name)) == list(range(1, 25))
+    phase = "evaluate" if fault == "evaluation" else "train"
+    assert re.search(rf"rank 1 gave no sign of life for \d+ s in phase '{phase}' at step \d+", "".join(named))
     assert noticed < LIMIT + 30 and restarted < LIMIT + 30
     assert list_files() <= before
-    what = {"gil": "the interpreter held", "sleep": "a rank asleep", "stop": "SIGSTOP"}[fault]
-    record(
-        12, what, f"stacks after {noticed:.0f} s (limit {LIMIT} s), all ended and started again after {restarted:.0f} s"
-    )
+    ended = f"all ended and started again after {restarted:.0f} s"
+    record(12, STUCK[fault], f"stacks after {noticed:.0f} s (limit {LIMIT} s), {ended}")
+
+
+def test_a_rank_that_alone_lacks_memory_ends_all_and_is_named(runs: Runs, record):
+    """The others wait for it in a collective. They go on from a checkpoint that no later save has followed yet."""
+    name = "memory"
+    command = runs.train(name, "train.steps=12", *QUICK, "checkpoint.async=false", command=FAULTY)
+    launcher = runs.launch(["--processes", "2"], command, FAULT="memory", FAULT_RANK="1", FAULT_STEP="7")
+    read_until(launcher, r"^step 4/")
+    began = time.monotonic()
+    said = "".join(read_until(launcher, "starting again"))
+    seconds = time.monotonic() - began
+    assert re.search(r"\[1\] .*out of device memory: 8.00 GiB could not be allocated", said)
+    assert re.search(r"rank 1 exited with 1.*; checkpoint 4\n", said), said
+    code, said = finish(launcher)
+    assert code == 0 and "resuming from step 4" in said and sorted(runs.losses(name)) == list(range(1, 13)), said
+    record(12, "a rank that alone lacks memory", f"named, all ended and started again within {seconds:.0f} s")
 
 
 def test_stacks_say_where(runs: Runs, full):
