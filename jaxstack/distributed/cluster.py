@@ -13,6 +13,8 @@ from jaxstack.errors import ConfigError
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 COUNT = "JAX_NUM_PROCESSES"
 INDEX = "JAX_PROCESS_ID"
+FULL_COUNT = "JAXSTACK_FULL_PROCESSES"
+"""Number of processes that the configuration's layout is for, if the run may go on with fewer."""
 LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 INSECURE = "JAXSTACK_INSECURE"
@@ -98,6 +100,16 @@ def on_first_process(body: Callable[[], int | None]) -> Callable[[], int | None]
         return body() if place is None or place.index == 0 else None
 
     return run
+
+
+def full_count(count: int, environ: Mapping[str, str] | None = None) -> int:
+    """Return the number of processes that the run's layout is for: `count`, or more if it goes on without some nodes.
+
+    Args:
+      count: number of processes of the run now.
+      environ: environment variables; default: `os.environ`.
+    """
+    return _number(os.environ if environ is None else environ, FULL_COUNT, count)
 
 
 def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:

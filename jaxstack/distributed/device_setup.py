@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from jaxstack.distributed.cluster import full_count
 from jaxstack.distributed.coordination import process_position
 from jaxstack.errors import ConfigError
 
@@ -16,22 +17,25 @@ def start_devices(simulate: int | None = None) -> int:
 
     Args:
       simulate: number of simulated CPU devices of the run, which its processes share evenly, so that the run is the
-        same on any number of processes. None: the real devices.
+        same on any number of processes. A run that goes on without some processes has no devices of theirs. None: the
+        real devices.
 
     Raises:
       ConfigError: the backend cannot be initialized, or is already, with another number of simulated devices.
     """
     if simulate is not None:
-        _, processes = process_position()
+        _, present = process_position()
+        processes = full_count(present)
         if simulate % processes:
             raise ConfigError(
                 f"parallel.simulate_devices ({simulate}) must be divisible by the number of processes ({processes})."
             )
+        each = simulate // processes
         try:
             jax.config.update("jax_platforms", "cpu")
-            jax.config.update("jax_num_cpu_devices", simulate // processes)
+            jax.config.update("jax_num_cpu_devices", each)
         except RuntimeError:
-            if jax.device_count() != simulate:
+            if jax.device_count() != each * present:
                 raise ConfigError(
                     f"parallel.simulate_devices ({simulate}) must be set before JAX is used in this process, which "
                     f"already has {jax.device_count()} devices."

@@ -1,8 +1,10 @@
 """The command `python -m jaxstack.launch [options] -- COMMAND ...`: run a training command and keep it running."""
 
 import argparse
+import dataclasses
 import os
 import re
+import socket
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
@@ -49,9 +51,15 @@ def make_parser() -> CommandParser:
         "--grace-seconds", type=_seconds, default=120.0, metavar="S", help="time for the last save after SIGTERM (120)"
     )
     nodes = parser.add_argument_group("several nodes", "detected under srun and in an indexed Kubernetes job")
-    nodes.add_argument("--nodes", type=_count, metavar="N", help="number of nodes, one launcher on each")
+    nodes.add_argument(
+        "--nodes", type=_node_range, metavar="N|MIN:MAX",
+        help="number of nodes, one launcher on each; MIN:MAX: go on with fewer after a loss, and with more again",
+    )  # fmt: skip
     nodes.add_argument("--node-rank", type=int, metavar="I", help="index of this node, from 0")
-    nodes.add_argument("--coordinator", metavar="HOST:PORT", help="an address of node 0 that all nodes can reach")
+    nodes.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="an address of node 0 that all can reach; with MIN:MAX of this node"
+    )
+    nodes.add_argument("--rendezvous", metavar="DIR", help="folder that all nodes share, for MIN:MAX")
     add_tls_arguments(nodes)
     return add_examples(
         parser,
@@ -79,11 +87,7 @@ def make_job(args: argparse.Namespace) -> Job:
         several nodes is not given.
     """
     os.environ |= tls_variables(args)
-    nodes = find_nodes()
-    if args.nodes is not None or args.node_rank is not None or args.coordinator is not None:
-        if args.nodes is None or args.node_rank is None or args.coordinator is None:
-            raise ConfigError("--nodes, --node-rank and --coordinator must be given together.")
-        nodes = Nodes(args.nodes, args.node_rank, args.coordinator)
+    nodes, fewest = _find_nodes(args)
     if not 0 <= nodes.rank < nodes.count:
         raise ConfigError(f"the node's rank ({nodes.rank}) must be in 0..{nodes.count - 1}.")
     if nodes.coordinator is not None:
@@ -103,7 +107,39 @@ def make_job(args: argparse.Namespace) -> Job:
             right = " ".join(["jaxstack launch -- python -m jaxstack.train --config", *command])
             raise ConfigError(f"{command[0]} is a file, not a command; give the whole command: {right}")
     check_shadowing(command)
-    return Job(command, args.processes, nodes, limits, restarts, args.grace_seconds)
+    job = Job(command, args.processes, nodes, limits, restarts, args.grace_seconds)
+    if args.rendezvous is None or args.preflight:
+        return job
+    return dataclasses.replace(job, fewest_nodes=fewest, rendezvous=Path(args.rendezvous).expanduser().absolute())
+
+
+def _find_nodes(args: argparse.Namespace) -> tuple[Nodes, int]:
+    """Return the nodes of the command line or of the scheduler, and the least number that the run may use."""
+    fewest, count = args.nodes or (1, None)
+    changing = args.rendezvous is not None
+    if changing != (count is not None and fewest < count):
+        raise ConfigError("--nodes MIN:MAX and --rendezvous DIR must be given together.")
+    nodes = find_nodes()
+    given = args.node_rank is not None or args.coordinator is not None
+    if nodes.coordinator is not None and changing and not given:
+        if count != nodes.count:
+            raise ConfigError(f"--nodes {fewest}:{count}: the scheduler started {nodes.count} nodes; MAX must be that.")
+        port = split_address(nodes.coordinator)[1]
+        return Nodes(nodes.count, nodes.rank, f"{socket.gethostname()}:{port}"), fewest
+    if not given and count is None:
+        return nodes, nodes.count
+    if count is None or args.node_rank is None or args.coordinator is None:
+        raise ConfigError("--nodes, --node-rank and --coordinator must be given together.")
+    return Nodes(count, args.node_rank, args.coordinator), fewest
+
+
+def _node_range(text: str) -> tuple[int, int]:
+    """Return the least and the greatest number of nodes of `N` or `MIN:MAX`."""
+    fewest, colon, most = text.partition(":")
+    bounds = _count(fewest), _count(most if colon else fewest)
+    if bounds[0] > bounds[1] or (colon and bounds[0] == bounds[1]):
+        raise argparse.ArgumentTypeError("must be a number, or MIN:MAX with MIN below MAX")
+    return bounds
 
 
 def _count(text: str) -> int:

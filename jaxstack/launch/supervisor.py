@@ -14,11 +14,20 @@ from pathlib import Path
 from types import FrameType
 
 from jaxstack.checkpoint import memory_folder
-from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, LOCAL_DEVICES, Nodes, split_devices
+from jaxstack.distributed.cluster import (
+    COORDINATOR,
+    COUNT,
+    FULL_COUNT,
+    INDEX,
+    LOCAL_DEVICES,
+    Nodes,
+    split_devices,
+)
 from jaxstack.errors import ConfigError
 from jaxstack.launch import cleanup
 from jaxstack.launch.child import Child, Limits, adopt_orphans, end_all, find_straggler, find_stuck
 from jaxstack.launch.cleanup import CleanupProcess
+from jaxstack.launch.rendezvous import Change, Rendezvous
 from jaxstack.observe.number_format import plural
 from jaxstack.resilience.exit_on_signal import SAME_SECONDS, stop_signals
 from jaxstack.resilience.progress_file import Record
@@ -57,6 +66,8 @@ _END_SECONDS = 3.0
 _PAUSE_SECONDS = 5.0
 """If a look is this late, the whole job was suspended, and the silence of its processes means nothing."""
 _STOPPED = (143, 130, 129)
+_BEFORE_STEPS = ("start", "restore", "compile")
+"""Phases of a process that has not taken a step yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,15 +84,24 @@ class Job:
     """Time for a save after SIGTERM."""
     peers_seconds: float = 15.0
     """Time after which the other nodes have noticed a failure, and have ended too."""
+    fewest_nodes: int = 1
+    """Number of nodes with which the run may go on after a loss; only with `rendezvous`."""
+    rendezvous: Path | None = None
+    """Folder in which the launchers meet, so that the nodes may change from start to start; then `nodes` has the number
+    of all nodes, this node's index, and an address of this node. None: the nodes are fixed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of running the processes once, until they end: exit code (0: done), reason, and newest checkpoint."""
+    """Result of running the processes once, until they end: exit code (0: done), reason, and newest checkpoint.
 
-    code: int
+    The code is None if they were ended to go on with other nodes.
+    """
+
+    code: int | None
     reason: str
     saved: int
+    trained: bool = False
 
 
 class Supervisor:
@@ -93,6 +113,7 @@ class Supervisor:
         self._heard = 0.0
         self._told: dict[int, float] = {}
         self._memory: Path | None = None
+        self._rendezvous: Rendezvous | None = None
 
     def run(self) -> int:
         """Start the processes, and restart them after failures, until the job is done or has failed too often.
@@ -107,20 +128,26 @@ class Supervisor:
         budget = RestartBudget(self.job.restarts)
         attempt = 0
         try:
-            with self._signals():
+            with self._signals(), self._open_rendezvous():
                 while True:
                     attempt += 1
+                    nodes = self._meet()
+                    if isinstance(nodes, int):
+                        return nodes
                     began = time.monotonic()
-                    outcome = self._attempt(folder, attempt)
+                    outcome = self._attempt(folder, attempt, nodes)
+                    if self._goes_on(outcome, nodes):
+                        continue
                     if outcome.code in (0, 2, *_STOPPED):
-                        return outcome.code
+                        return self._leave(outcome.code)
                     allowed = budget.spend(outcome.saved)
                     saved = f"checkpoint {outcome.saved}" if outcome.saved >= 0 else "no checkpoint"
                     say(f"start {attempt} failed after {time.monotonic() - began:.0f} s: {outcome.reason}; {saved}")
                     if not allowed:
                         say(f"giving up: {self.job.restarts} restarts brought no new checkpoint (--max-restarts)")
-                        return 1
-                    delay = budget.delay_seconds + (self.job.peers_seconds if self.job.nodes.count > 1 else 0)
+                        return self._leave(1)
+                    waits = nodes.count > 1 and self._rendezvous is None
+                    delay = budget.delay_seconds + (self.job.peers_seconds if waits else 0)
                     say(f"starting again in {delay:.0f} s; without a new checkpoint {budget.left} more times")
                     self._sleep(delay)
                     if self._signum is not None:
@@ -131,26 +158,75 @@ class Supervisor:
             if self._memory is not None:
                 shutil.rmtree(self._memory, ignore_errors=True)
 
-    def _attempt(self, folder: Path, attempt: int) -> Outcome:
+    @contextlib.contextmanager
+    def _open_rendezvous(self) -> Iterator[None]:
+        """Context in which this launcher meets the others, if the job's nodes may change."""
+        job = self.job
+        if job.rendezvous is None or job.nodes.coordinator is None:
+            yield
+            return
+        count = job.nodes.count
+        self._rendezvous = Rendezvous(job.rendezvous, job.nodes.rank, job.nodes.coordinator, job.fewest_nodes, count)
+        try:
+            yield
+        finally:
+            self._leave(1 if self._signum is None else 128 + self._signum)
+            self._rendezvous.close()
+
+    def _meet(self) -> Nodes | int:
+        """Return the nodes of the next start and this one's place; an exit code if there is none."""
+        if self._rendezvous is None:
+            return self.job.nodes
+        nodes = self._rendezvous.meet(lambda: self._signum is not None, say)
+        if nodes is None:
+            return 128 + (self._signum or signal.SIGTERM)
+        if isinstance(nodes, Nodes) and nodes.count < self.job.nodes.count:
+            say(f"starting with {nodes.count} of {plural(self.job.nodes.count, 'node')}, as node {nodes.rank}")
+        return nodes
+
+    def _goes_on(self, outcome: Outcome, nodes: Nodes) -> bool:
+        """Tell the other nodes that a start has ended; return True if the run goes on with other nodes at once."""
+        group = self._rendezvous
+        if group is None:
+            return False
+        if outcome.code == 0:
+            return False
+        group.ended(trained=outcome.trained)
+        if outcome.code == 2 and group.refuse(nodes.count):
+            say(f"the run cannot use {plural(nodes.count, 'node')}; going on with another number")
+            return True
+        stopped_there = outcome.code in _STOPPED and self._signum is None and group.peer_leaves()
+        return outcome.code is None or stopped_there
+
+    def _leave(self, code: int) -> int:
+        if self._rendezvous is not None:
+            self._rendezvous.leave(code)
+        return code
+
+    def _attempt(self, folder: Path, attempt: int, nodes: Nodes) -> Outcome:
         before = cleanup.list_files()
-        children = self._start(folder, attempt)
+        children = self._start(folder, attempt, nodes)
         try:
             code, reason = self._watch(children)
         finally:
             end_all(children, _END_SECONDS)
             if left := cleanup.remove_left_behind(before):
                 say(f"removed {plural(len(left), 'file')} that it had left in {cleanup.FOLDER}")
-        return Outcome(code, reason, max(child.record().saved for child in children))
+        records = [child.record() for child in children]
+        trained = any(record.phase not in _BEFORE_STEPS for record in records)
+        return Outcome(code, reason, max(record.saved for record in records), trained)
 
-    def _start(self, folder: Path, attempt: int) -> list[Child]:
+    def _start(self, folder: Path, attempt: int, nodes: Nodes) -> list[Child]:
         job = self.job
-        total = job.processes * job.nodes.count
-        first = job.processes * job.nodes.rank
+        total = job.processes * nodes.count
+        first = job.processes * nodes.rank
         shared = {**os.environ, "JAXSTACK_ATTEMPT": str(attempt), "PYTHONUNBUFFERED": "1"}
         if self._memory is not None:
             shared[memory_folder.VARIABLE] = str(self._memory)
+        if job.rendezvous is not None:
+            shared |= {FULL_COUNT: str(job.processes * job.nodes.count)}
         if total > 1:
-            shared |= {COORDINATOR: job.nodes.coordinator or f"127.0.0.1:{free_port()}", COUNT: str(total)}
+            shared |= {COORDINATOR: nodes.coordinator or f"127.0.0.1:{free_port()}", COUNT: str(total)}
         gpus = count_gpus() if job.processes > 1 else 0
         children = []
         for local in range(job.processes):
@@ -165,10 +241,10 @@ class Supervisor:
                 raise ConfigError(f"{job.command[0]} cannot be started: {error.strerror}") from None
         return children
 
-    def _watch(self, children: Sequence[Child]) -> tuple[int, str]:
+    def _watch(self, children: Sequence[Child]) -> tuple[int | None, str]:
         """Watch the processes until all are done, or one fails or is stuck; return an exit code and the reason.
 
-        Some of the children may still be running.
+        The code is None if they are to be started again with other nodes. Some of the children may still be running.
         """
         forwarded: float | None = None
         looked = time.monotonic()
@@ -182,6 +258,7 @@ class Supervisor:
                 awake = now
             if self._signum is not None and forwarded is None:
                 forwarded = now
+                self._leave(128 + self._signum)
                 for child in children:
                     child.send(self._signum)
             codes = {child.rank: child.poll() for child in children}
@@ -198,6 +275,8 @@ class Supervisor:
                 return self._failed(failed, running)
             elif not running:
                 return 0, "done"
+            elif self._rendezvous is not None and (change := self._rendezvous.change()) is not None:
+                return self._end_for(change, children)
             else:
                 records = {child.rank: child.record() for child in running}
                 suspended = {child.rank: child.is_stopped for child in running}
@@ -208,6 +287,19 @@ class Supervisor:
                     self._name_straggler(past, records)
                     looked = now
                     past = records
+
+    def _end_for(self, change: Change, children: Sequence[Child]) -> tuple[int | None, str]:
+        """End the processes because the nodes change, after a save if there is no hurry; return code and reason."""
+        say(f"{change.text}; starting again with the nodes that are present")
+        if change.can_save:
+            for child in children:
+                child.send(signal.SIGTERM)
+            deadline = time.monotonic() + self.job.grace_seconds
+            while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+            if all(child.poll() == 0 for child in children):
+                return 0, "done"
+        return None, change.text
 
     def _stopped(self, running: Sequence[Child]) -> tuple[int, str]:
         signum = self._signum or signal.SIGTERM

@@ -13,11 +13,13 @@ from jaxstack.config.sections import TrainConfig
 from jaxstack.cost_model.cluster import Cluster, cluster_of_devices, parse_cluster, resized
 from jaxstack.cost_model.forecast import Forecast, forecast
 from jaxstack.cost_model.search import search_layouts
+from jaxstack.distributed.cluster import full_count
 from jaxstack.distributed.device_setup import DEVICE_FRACTION, cache_compilations, memory_per_device, start_devices
 from jaxstack.distributed.xla_options import low_precision_cpu_options, supports_peer_copies
 from jaxstack.errors import ConfigError
 from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.config import ParallelConfig
+from jaxstack.parallel.fewer_devices import describe_change, fit_fewer_devices
 from jaxstack.parallel.weight_gather import in_one_process
 from jaxstack.resilience.preflight import check_same_devices
 from jaxstack.run_config import RunConfig
@@ -33,10 +35,12 @@ class Setting:
     Attributes:
       config: configuration whose parallel degrees are those of the mesh.
       mesh: device mesh; with an `AbstractMesh` a run can be described, but not computed.
+      change: what differs from the layout on all processes, if the run goes on with fewer of them; otherwise "".
     """
 
     config: RunConfig
     mesh: Mesh | AbstractMesh
+    change: str = ""
 
     @classmethod
     def of(cls, config: RunConfig, purpose: Purpose, *, chosen: bool = False, local: bool = False) -> "Setting":
@@ -53,16 +57,17 @@ class Setting:
         """
         devices = start_devices(config.parallel.simulate_devices)
         cache_compilations()
+        change = ""
         if purpose == "train":
             if jax.process_count() > 1:
                 check_same_devices(config.resilience.connect_seconds)
-            config = with_training_layout(config, devices)
+            config, change = _present_layout(config, devices)
         elif purpose == "evaluate":
             config = with_evaluation_layout(config, devices, chosen=chosen)
         else:
             parallel = decoding_layout(config, jax.local_device_count() if local else devices, chosen=chosen)
             config = config.model_copy(update={"parallel": parallel})
-        return cls(config, _mesh(config.parallel, local=local))
+        return cls(config, _mesh(config.parallel, local=local), change)
 
     @property
     def platform(self) -> str:
@@ -142,6 +147,18 @@ def with_training_layout(config: RunConfig, devices: int, cluster: Cluster | Non
     if problems:
         raise ConfigError(" ".join(filter(None, [*problems, resolved.suggest_layout()])))
     return resolved
+
+
+def _present_layout(config: RunConfig, devices: int) -> tuple[RunConfig, str]:
+    """Return the configuration with the layout of the present devices, and how it differs from that of all of them."""
+    count = jax.process_count()
+    full = full_count(count)
+    if full == count or config.parallel.auto:
+        return with_training_layout(config, devices), ""
+    whole = with_training_layout(config, devices // count * full)
+    parallel, train = fit_fewer_devices(whole.parallel, whole.train, devices)
+    change = describe_change((whole.parallel, whole.train), (parallel, train))
+    return with_training_layout(whole.model_copy(update={"parallel": parallel, "train": train}), devices), change
 
 
 def forecast_here(config: RunConfig) -> Forecast | None:

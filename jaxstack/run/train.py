@@ -162,7 +162,8 @@ def train(
     task.check(config)
     warnings = join_job(dump_yaml(config), config.resilience)
     automatic = config.parallel.auto
-    config = Setting.of(config, "train").config
+    setting = Setting.of(config, "train")
+    config = setting.config
     first = jax.process_index() == 0
     shown = first and config.observe.progress
     say = report if shown else (lambda text: None)
@@ -172,6 +173,8 @@ def train(
         say(f"warning: {line}")
     if automatic:
         say(f"parallel: auto chose {describe_degrees(config)}")
+    if setting.change:
+        say(f"going on with fewer processes and the same global batch: {setting.change}")
     check_state_size(config)
     branch(config, say)
     _note_many_layers(config, say)
@@ -198,7 +201,7 @@ def train(
             planned=_planned(config),
             settings=config.model_dump(mode="json", by_alias=True),
             run_tasks=tasks.run,
-            on_start=lambda: _write_run_files(config, data),
+            on_start=lambda: _write_run_files(config, data, keep=bool(setting.change)),
             on_new_run=lambda: _start_from(config, trainer, say),
             say=say,
         )
@@ -267,12 +270,19 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
         trainer.start_from(params)
 
 
-def _write_run_files(config: RunConfig, data: Any) -> None:
-    """Write the configuration and the tokenizer into the run directory."""
+def _write_run_files(config: RunConfig, data: Any, *, keep: bool) -> None:
+    """Write the configuration and the tokenizer into the run directory.
+
+    Args:
+      config: the configuration, with its layout.
+      data: what has the tokenizer.
+      keep: keep a configuration that is there, which has the layout of all processes.
+    """
     directory = config.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_file(directory / "config.yaml", dump_yaml(config).encode())
+        if not (keep and (directory / "config.yaml").exists()):
+            write_file(directory / "config.yaml", dump_yaml(config).encode())
         data.tokenizer.save(directory / "tokenizer")
         if config.run.init_from is not None and (source := StoredModel.find(Path(config.run.init_from))) is not None:
             copy_stop_tokens(source, directory)

@@ -1,4 +1,4 @@
-"""Rows 2 and 12 over two nodes: two launchers on one machine that share nothing but the run directory."""
+"""Rows 2 and 8 over two nodes: two launchers on one machine that share nothing but a file system."""
 
 import os
 import re
@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxstack.launch.supervisor import free_port
-from tests.reliability.runs import Runs, alive, finish, ranks
+from tests.reliability.runs import Runs, alive, finish, ranks, read_until
 
 pytestmark = pytest.mark.exhaustive
 HEARTBEAT = 6
@@ -54,4 +54,56 @@ def test_a_node_whose_peer_died_ends_and_comes_back(runs: Runs, record, full):
         "SIGKILL on one of two nodes",
         f"the other node's process ended after {ended:.1f} s (heartbeat {HEARTBEAT} s), "
         f"both in training again after {back:.0f} s",
+    )
+
+
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_run_goes_on_with_one_node_and_grows_again(runs: Runs, lost, record, full):
+    """A node is killed for good with its launcher; node 0 is the coordinator. Later it comes back."""
+    if lost == 0 and not full:
+        pytest.skip("--full")
+    name = f"elastic-{lost}"
+    settings = ["train.steps=100000", "train.eval_every_steps=null", "checkpoint.every_steps=10", "checkpoint.keep=3"]
+    command = runs.train(name, *settings, f"resilience.heartbeat_seconds={HEARTBEAT}")
+
+    def start(rank: int):
+        options = ["--nodes", "1:2", "--node-rank", str(rank), "--coordinator", f"127.0.0.1:{free_port()}"]
+        return runs.launch([*options, "--rendezvous", str(runs.folder / f"meet-{lost}")], command)
+
+    nodes = {rank: start(rank) for rank in (0, 1)}
+    left = nodes[1 - lost]
+    runs.wait_for_step(left, name, 12)
+    began = time.monotonic()
+    nodes[lost].kill()
+    said = "".join(read_until(left, "starting with 1 of 2 nodes", r"resuming from step (\d+)"))
+    assert "data 4 -> 2, train.gradient_accumulation 1 -> 2" in said
+    resumed = int(re.findall(r"resuming from step (\d+)", said)[-1])
+    runs.wait_for_step(left, name, resumed + 1)
+    shrunk = time.monotonic() - began
+    runs.wait_for_step(left, name, resumed + 15)
+    began = time.monotonic()
+    nodes[lost] = start(lost)
+    said = "".join(read_until(left, f"node {lost} joined", "stopped by SIGTERM after step"))
+    stopped = int(re.findall(r"after step (\d+)", said)[-1])
+    runs.wait_for_step(left, name, stopped + 1)
+    grown = time.monotonic() - began
+    runs.wait_for_step(left, name, stopped + 5)
+    for node in nodes.values():
+        node.send_signal(signal.SIGTERM)
+    codes = {rank: finish(node) for rank, node in nodes.items()}
+    assert [code for code, _ in codes.values()] == [143, 143], codes
+    found = runs.losses(name)
+    assert sorted(found) == list(range(1, len(found) + 1))
+    assert (runs.folder / name / "config.yaml").read_text().count("gradient_accumulation: 1") == 1
+    whole = f"whole-{lost}"
+    code, said = finish(runs.start(runs.train(whole, f"train.steps={resumed + 15}", *settings[1:])))
+    assert code == 0, said
+    wanted = runs.losses(whole)
+    worst = max(abs(found[step] / wanted[step] - 1) for step in wanted)
+    assert worst < 1e-6 and shrunk < 60
+    record(
+        8,
+        f"node {lost} of 2 lost for good, later back",
+        f"the other trained on after {shrunk:.0f} s, with half of the devices, 15 losses within {worst:.1e} (relative) "
+        f"of an unbroken run; {grown:.0f} s after the node came back both trained",
     )
