@@ -123,6 +123,7 @@ class MemoryCheckpoints:
         self._rank, self._count = coordination.process_position()
         self._folder = _launcher_folder()
         self._own = memory_folder.own_copies(self._folder, self._rank)
+        self._answers = itertools.count()
         self._thread: threading.Thread | None = None
         self._tls: Sequence[str] | None = None
         self._server = self._serve()
@@ -205,7 +206,8 @@ class MemoryCheckpoints:
             )
         for step in steps:
             source, notes = self._find_intact(step)
-            answers = coordination.all_gather(f"{self._name}-{step}", [source, notes], self._timeout_seconds)
+            name = f"{self._name}-{next(self._answers)}"
+            answers = coordination.all_gather(name, [source, notes], self._timeout_seconds)
             for note in dict.fromkeys(note for _, told in answers for note in told):
                 self._report(note)
             sources = collections.Counter(source for source, _ in answers)

@@ -75,7 +75,7 @@ class RunCheckpoints:
     def restore(self, abstract: Any, later: Mapping[str, Callable[[], Any]]) -> Restored | None:
         """Restore the train state from the newest intact copy in memory or checkpoint; None if there is neither.
 
-        A copy in memory is used if it is as new as the newest checkpoint on disk.
+        A copy in memory is used if no intact checkpoint on disk is newer.
 
         Args:
           abstract: shapes, dtypes and shardings of the state.
@@ -85,12 +85,10 @@ class RunCheckpoints:
           ConfigError: the checkpoint is not of a training run, the data has changed and that is not accepted, or the
             adapters are others.
         """
-        copied = self._newest_copy()
-        step = self.manager.latest_step() if copied is None else copied
+        source, step = self._newest()
         if step is None:
             self._forget_copies(None)
             return None
-        source = self.manager if copied is None or self.memory is None else self.memory
         extra: Any = source.extra(step)
         saved = extra.get("data") if isinstance(extra, dict) else None
         if saved is None:
@@ -113,14 +111,24 @@ class RunCheckpoints:
         if changed := fingerprint_difference(before, shared_keys(before, self._settings)):
             self._say(f"warning: not as checkpoint {step} was trained: {changed}")
         data = _arrays_of(source.read_file(step, _DATA))
-        self._forget_copies(copied)
+        self._forget_copies(step if source is self.memory else None)
         return Restored(step, state, extra.get("skipped"), data, where)
 
-    def _newest_copy(self) -> int | None:
-        """Return the newest usable step in memory, if none on disk is newer."""
+    def _newest(self) -> tuple[CheckpointManager | MemoryCheckpoints, int | None]:
+        """Return what has the newest intact state, and its step; None if nothing has any."""
         if self.memory is None:
-            return None
-        return self.memory.latest_step(coordination.broadcast_from_first(max(self.manager.all_steps(), default=0)))
+            return self.manager, self.manager.latest_step()
+        # Of the checkpoints on disk only the names are read, as their hashes take longer than to restore from memory.
+        newest = coordination.broadcast_from_first(max(self.manager.all_steps(), default=0))
+        copied = self.memory.latest_step(newest)
+        if copied is None:
+            saved = self.manager.latest_step()
+            if saved is None or saved == newest:
+                return self.manager, saved
+            copied = self.memory.latest_step(saved)  # the newer ones on disk are damaged
+            if copied is None:
+                return self.manager, saved
+        return self.memory, copied
 
     def _forget_copies(self, step: int | None) -> None:
         """Delete the copies in memory but that of `step`, from which the run goes on; None: all."""

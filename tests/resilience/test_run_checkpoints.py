@@ -1,4 +1,4 @@
-"""A resumed run whose data has changed: the message names the files."""
+"""What a run resumes from: the newest state in memory or on disk; and the message if its data has changed."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxstack.checkpoint import memory_folder
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.checkpoint.memory import MemoryCheckpoints
 from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
 from jaxstack.errors import ConfigError
@@ -116,3 +118,67 @@ def test_a_run_goes_on_with_its_adapters(change, said, texts, tmp_path):
         restored = checkpoints(manager, data, heard.append, settings=grown).restore(STATE, {})
         assert restored is not None and restored.step == 1
         assert heard == ["warning: not as checkpoint 1 was trained: adapters.rules[0].dropout was 0.0, is 0.1"]
+
+
+def filled(step: int) -> dict[str, np.ndarray]:
+    return {"w": np.full(2, step, np.float32)}
+
+
+@pytest.fixture
+def reopened(tmp_path, monkeypatch):
+    """Returns a function that opens the checkpoints of a run as one start of its process after another."""
+    folder = memory_folder.make_folder(tmp_path)
+    monkeypatch.setenv(memory_folder.VARIABLE, str(folder))
+
+    def reopen(said: list[str] | None = None) -> RunCheckpoints:
+        report = [].append if said is None else said.append
+        manager = CheckpointManager(tmp_path / "run" / "checkpoints", report=report)
+        memory = MemoryCheckpoints(2, tmp_path / "run", STATE, report=report)
+        return RunCheckpoints(
+            manager, tmp_path / "run", data={}, settings={}, accept_data_change=False, say=report, memory=memory
+        )
+
+    return reopen
+
+
+def kept(opened: RunCheckpoints, *, on_disk: tuple[int, ...] = (), in_memory: tuple[int, ...] = ()) -> None:
+    for step in on_disk:
+        opened.save(step, filled(step), None)
+    for step in in_memory:
+        opened.copy(step, filled(step), {"total": step}, {"answers": np.arange(step)})
+    opened.wait()
+    opened.manager.close()
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "in_memory", "damaged", "expected", "source"),
+    [
+        ((2,), (4,), (), 4, "from memory: own 1, neighbour 0"),
+        ((), (4,), (), 4, "from memory: own 1, neighbour 0"),
+        ((4,), (2, 4), (), 4, "from memory: own 1, neighbour 0"),
+        ((2, 6), (4,), (), 6, "run/checkpoints"),
+        ((2, 6), (4,), (6,), 4, "from memory: own 1, neighbour 0"),
+        ((4, 6), (2,), (6,), 4, "run/checkpoints"),
+    ],
+)
+def test_the_newest_intact_state_is_restored(reopened, tmp_path, on_disk, in_memory, damaged, expected, source):
+    kept(reopened(), on_disk=on_disk, in_memory=in_memory)
+    for step in damaged:
+        (tmp_path / "run" / "checkpoints" / str(step) / "checkpoint.json").write_text("{}")
+    opened = reopened()
+    restored = opened.restore(STATE, {})
+    assert restored is not None and restored.step == expected and restored.source.endswith(source)
+    assert (restored.state["w"] == expected).all()
+    if "memory" in source:
+        assert restored.skipped == {"total": expected} and len(restored.data["answers"]) == expected
+        assert opened.saved_step == -1, "it is not on disk yet"
+    again = reopened().restore(STATE, {})
+    assert again is not None and again.step == expected, "copies that were not used are gone, the used one is not"
+
+
+def test_rolling_back_deletes_later_copies_in_memory(reopened):
+    opened = reopened()
+    kept(opened, on_disk=(2,), in_memory=(4,))
+    assert opened.roll_back(3).startswith("rolled back to checkpoint 2")
+    restored = reopened().restore(STATE, {})
+    assert restored is not None and restored.step == 2
