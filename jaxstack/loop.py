@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
@@ -111,6 +112,8 @@ class Loop:
         self.signs = ProgressFile.of_this_process()
         self.done = 0
         """Steps that are done, counted from the beginning of the run."""
+        self.train_seconds: float | None = None
+        """Time of the steps before this start; None: not known."""
         self.save_postponed = self.advised = self.finished = self.evaluated = False
 
     def run(self) -> dict[str, Any]:
@@ -189,6 +192,7 @@ class Loop:
         self.trainer.stored_state = restored.state
         self.trainer.data_state = restored.data
         self.skips = SkippedSteps(self.settings.resilience, restored.skipped)
+        self.train_seconds = restored.train_seconds
         self.signs.note(saved=restored.step)
         jax.block_until_ready(self.trainer.state.params)
         seconds = time.perf_counter() - began
@@ -220,7 +224,7 @@ class Loop:
         self.meter = Meter(flops, trainer.rules.mesh.size, device.device_kind)
         schedule = self._schedule() if self.log.writes else []
         forecast = {} if self.settings.forecast is None else {"forecast": self.settings.forecast}
-        self.log.begin(start, self.meter, ran, schedule, {**self.settings.planned, **forecast})
+        self.log.begin(start, self.meter, ran, schedule, {**self.settings.planned, **forecast}, self.train_seconds)
 
     def _schedule(self) -> list[list[float]]:
         """Return up to 200 points [step, learning rate] of the learning-rate schedule, for the run's report."""
@@ -330,8 +334,7 @@ class Loop:
             return
         began = time.perf_counter()
         self.signs.note("save", saved=self._committed())
-        data = self.trainer.data_state
-        self.checkpoints.save(step, self.trainer.stored_state, self.skips.to_json(), data)
+        self.checkpoints.save(step, *self._content())
         self.meter.exclude(time.perf_counter() - began)
 
     def _copy_is_due(self, step: int) -> bool:
@@ -344,8 +347,12 @@ class Loop:
             return
         began = time.perf_counter()
         self.signs.note("save", saved=self._committed())
-        self.checkpoints.copy(step, self.trainer.stored_state, self.skips.to_json(), self.trainer.data_state)
+        self.checkpoints.copy(step, *self._content())
         self.meter.exclude(time.perf_counter() - began)
+
+    def _content(self) -> tuple[Any, Any, Mapping[str, np.ndarray], float]:
+        """Return the content of a checkpoint: train state, skipped steps, state of the data, seconds of the steps."""
+        return self.trainer.stored_state, self.skips.to_json(), self.trainer.data_state, self.log.train_seconds
 
     def _committed(self) -> int:
         """Return the step of the newest complete checkpoint or copy in memory, as far as it is known."""

@@ -160,6 +160,7 @@ class RunLog:
         ran: dict[str, Any],
         schedule: list[list[float]],
         planned: Mapping[str, Any] | None = None,
+        train_seconds: float | None = None,
     ) -> None:
         """Record that this process starts or resumes the run, and write `environment.json`.
 
@@ -169,19 +170,26 @@ class RunLog:
           ran: what the compiled step runs, from `Trainer.describe`.
           schedule: points [step, learning rate].
           planned: see `LoopSettings.planned`.
+          train_seconds: time of the steps that are done, see `train_seconds`; default: that of the logged ones.
         """
         self._start = start
         self._meter = meter
         self._losses: list[float] = []
         logged = last_logged(self._run_dir)
         self._noise = NoiseScale(start, logged if logged.get("step", 0) <= start else {})
-        seconds = logged.get("all_train_seconds", logged.get("train_seconds", 0.0))
-        train_seconds = seconds if logged.get("step", 0) <= start else 0.0
+        if train_seconds is None:
+            logged_seconds = logged.get("all_train_seconds", logged.get("train_seconds", 0.0))
+            train_seconds = float(logged_seconds if logged.get("step", 0) <= start else 0.0)
         self._goodput = Goodput(self._run_dir if self.first else None, start, train_seconds)
         self._read_energy({})  # what was used until now, for compiling, is not that of steps
         self._environment: dict[str, Any] = {**(planned or {}), "ran": ran, "schedule": schedule}
         if self._run_dir is not None and self.writes:
             write_environment(self._run_dir, **self._environment)
+
+    @property
+    def train_seconds(self) -> float:
+        """Time of all steps of the run so far that count, in seconds, those after the last logged line included."""
+        return self._goodput.read()["train_seconds"] + self._meter.unread_seconds
 
     def log_step(
         self, step: int, values: Mapping[str, float], tokens: int, skipped_steps: int, steps_left: float | None = None

@@ -122,6 +122,11 @@ class Meter:
         """Exclude `seconds`, such as those of an evaluation, from the current measurement."""
         self._excluded += seconds
 
+    @property
+    def unread_seconds(self) -> float:
+        """Duration of the steps that were added since the last read."""
+        return max(self._ended - self._began - self._excluded, 0.0) if self._steps else 0.0
+
     def read(self) -> dict[str, float | None]:
         """Return throughput and the fraction of time spent waiting for data since the last read, and reset the meter.
 
@@ -129,7 +134,7 @@ class Meter:
         """
         if not self._steps:
             return {}
-        seconds = max(self._ended - self._began - self._excluded, 1e-9)
+        seconds = max(self.unread_seconds, 1e-9)
         values = throughput(self._tokens, seconds, self._devices, self._flops_per_token, self._device_kind, self._steps)
         values["data_wait_fraction"] = min(1.0, self._waited / seconds)
         self.total_seconds += seconds

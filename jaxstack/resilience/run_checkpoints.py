@@ -33,6 +33,8 @@ class Restored(NamedTuple):
     """State of the data, see `Training.data_state`; {} if there was none."""
     source: str
     """Where it was restored from, for a message."""
+    train_seconds: float | None = None
+    """Time of the steps up to it, see `RunLog.train_seconds`; None: not known."""
 
 
 class RunCheckpoints:
@@ -112,7 +114,7 @@ class RunCheckpoints:
             self._say(f"warning: not as checkpoint {step} was trained: {changed}")
         data = _arrays_of(source.read_file(step, _DATA))
         self._forget_copies(step if source is self.memory else None)
-        return Restored(step, state, extra.get("skipped"), data, where)
+        return Restored(step, state, extra.get("skipped"), data, where, extra.get("train_seconds"))
 
     def _newest(self) -> tuple[CheckpointManager | MemoryCheckpoints, int | None]:
         """Return what has the newest intact state, and its step; None if nothing has any."""
@@ -159,7 +161,14 @@ class RunCheckpoints:
             )
         self._say(f"warning: {said}; going on, as resilience.accept_data_change is set")
 
-    def save(self, step: int, state: Any, skipped: Any, data: Mapping[str, np.ndarray] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        skipped: Any,
+        data: Mapping[str, np.ndarray] | None = None,
+        train_seconds: float | None = None,
+    ) -> None:
         """Begin to save the train state reached after `step` steps, with the record of skipped steps.
 
         Args:
@@ -167,14 +176,22 @@ class RunCheckpoints:
           state: the train state.
           skipped: the record.
           data: state of the data, see `Training.data_state`.
+          train_seconds: time of the steps so far, see `RunLog.train_seconds`.
         """
-        self.manager.save(step, state, self._extra(step, skipped), files=_files_of(data))
+        self.manager.save(step, state, self._extra(step, skipped, train_seconds), files=_files_of(data))
         self.saved_step = step
 
-    def copy(self, step: int, state: Any, skipped: Any, data: Mapping[str, np.ndarray] | None = None) -> None:
+    def copy(
+        self,
+        step: int,
+        state: Any,
+        skipped: Any,
+        data: Mapping[str, np.ndarray] | None = None,
+        train_seconds: float | None = None,
+    ) -> None:
         """Begin to copy to host memory what `save` saves on disk."""
         if self.memory is not None:
-            self.memory.copy(step, state, self._extra(step, skipped), _files_of(data))
+            self.memory.copy(step, state, self._extra(step, skipped, train_seconds), _files_of(data))
 
     def wait(self) -> None:
         """Wait until nothing is being saved or copied.
@@ -186,7 +203,7 @@ class RunCheckpoints:
             self.memory.wait()
         self.manager.wait()
 
-    def _extra(self, step: int, skipped: Any) -> dict[str, Any]:
+    def _extra(self, step: int, skipped: Any, train_seconds: float | None) -> dict[str, Any]:
         """Return the plain data of a checkpoint after `step` steps."""
         return {
             "batches": step,
@@ -194,6 +211,7 @@ class RunCheckpoints:
             "sources": self._sources,
             "skipped": skipped,
             "settings": dict(self._settings),
+            "train_seconds": train_seconds,
         }
 
     def roll_back(self, step: int) -> str:
