@@ -1,4 +1,4 @@
-"""Adapters on a packed base (QLoRA, arXiv:2305.14314): it stays packed, and training is that on its dequantized values."""
+"""Adapters on a packed base (QLoRA, arXiv:2305.14314): training equals that on its dequantized values."""
 
 from typing import Any
 
