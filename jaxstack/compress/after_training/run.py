@@ -21,6 +21,7 @@ from jaxstack.compress.after_training.report import CompressionReport, WeightRow
 from jaxstack.compress.base import AfterTraining, DuringTraining, method_name, stack_compressed
 from jaxstack.compress.config import CompressionConfig, Recipe, choose_methods, load_recipe
 from jaxstack.compress.formats.block_float import SharedExponents
+from jaxstack.compress.formats.integer_grid import RoundingMethod
 from jaxstack.compress.matrix import MatrixLayout, compressible_weights, forward_order_key, other_parameters
 from jaxstack.config.loader import build_component, dump_yaml
 from jaxstack.config.sections import RunSection
@@ -102,6 +103,10 @@ def compress(
         report(warning)
     if source.model.moe is not None:
         report(f"no method compresses routers; they are stored in {recipe.store}")
+    if any(
+        layouts[path].stack and isinstance(rule, RoundingMethod) and rule.activations for path, rule in methods.items()
+    ):
+        report("the inputs of experts are not rounded; their weights are stored as 8-bit integers")
     tokenizer = _tokenizer(stored, report)
     config = _compressed_config(source, stored, output, tokenizer)
     batches = _calibration(methods, stored, source, recipe, report)
