@@ -58,6 +58,11 @@ class EngineConfig(Component):
     """Number of layers of a draft model whose attention reads the same input while it guesses, so that tensor
     parallelism sums their outputs at once (EasySpec). The text stays that of the model; 1: the draft model is run
     exactly, and more of its guesses are accepted."""
+    adapters: int = Field(default=0, ge=0, le=64)
+    """Number of low-rank adapters of the model that can be loaded at a time; requests choose one by its name. Requests
+    of different adapters are computed in the same step, in which every token is multiplied with the matrices of all."""
+    adapter_rank: int = Field(default=16, ge=1)
+    """Largest rank of these adapters."""
 
     @model_validator(mode="after")
     def _a_chunk_fits_into_a_step(self) -> "EngineConfig":

@@ -8,6 +8,7 @@ import logging
 import operator
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from functools import partial
 import numpy as np
 from jaxtyping import Int
 
+from jaxstack.decoding.adapter_places import AdapterPlaces
 from jaxstack.decoding.cache_room import choose_room, shares_pages
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
@@ -29,6 +31,7 @@ from jaxstack.decoding.scores import MOST_LIKELIEST
 from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import StepShapes, chunk_shapes, decode_batch_sizes
 from jaxstack.errors import ConfigError, JaxstackError, memory_shortage
+from jaxstack.models.adapter_stack import AdapterMatrices
 
 
 class EngineBusy(JaxstackError):
@@ -81,6 +84,7 @@ class Engine:
         self.vocab_size = vocab_size or model.config.vocab_size or 0
         if draft is not None and not self.config.draft_tokens:
             raise ConfigError("a draft model guesses engine.draft_tokens tokens per step; set it to 4, for example.")
+        self.adapters = AdapterPlaces(model, self.config.adapters, self.config.adapter_rank)
         models = [model] if draft is None else [model, draft]
         if shapes is None and model.batch_unit > 1:
             raise ConfigError(
@@ -137,6 +141,8 @@ class Engine:
             self.scheduler.approximate |= programs.approximate
             self._runner = DraftRunner(self.programs, self.config, self.stats, shapes.decode, programs)
         self._requests = set[Request]()
+        self._adapted = weakref.WeakSet[Request]()
+        """Requests with adapters, whose places are free again when they have ended."""
         self._new: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
         self._changed = threading.Condition()
@@ -165,6 +171,7 @@ class Engine:
         constraint: Constraint | None = None,
         answer: Sequence[int] = (),
         priority: int = 0,
+        adapter: str | None = None,
     ) -> Request:
         """Submit a prompt for generation; return the request, which yields the answer's tokens as they are generated.
 
@@ -178,27 +185,59 @@ class Engine:
           constraint: which tokens are allowed, for this request alone; default: all.
           answer: first tokens of the answer, which count for `max_tokens`: it goes on as if they had been sampled.
           priority: requests with a lower number start first.
+          adapter: name of the adapter to generate it with; None: none.
 
         Raises:
-          ConfigError: the prompt is empty, has unknown ids, or is too long with its answer; too many tokens are to be
-            scored, or this engine cannot score them.
+          ConfigError: there is no such adapter; the prompt is empty, has unknown ids, or is too long with its answer;
+            too many tokens are to be scored, or this engine cannot score them.
           EngineBusy: too many requests wait.
           EngineClosed: the engine is shutting down, or has failed.
         """
         self.check_prompt(prompt, max_tokens)
         self._check_sampling(sampling, max_tokens, constraint)
-        request = Request(
-            list(map(operator.index, prompt)),
-            max_tokens,
-            sampling,
-            seed=seed % 2**32,
-            stop_tokens=self.stop_tokens if stop_tokens is None else stop_tokens,
-            constraint=constraint,
-            cancel=self._cancel,
-            answer=answer,
-            priority=priority,
-        )
-        return self._enqueue(request)
+        with self._changed:
+            placed = None if adapter is None else self.adapters.find(adapter)
+            request = Request(
+                list(map(operator.index, prompt)),
+                max_tokens,
+                sampling,
+                seed=seed % 2**32,
+                stop_tokens=self.stop_tokens if stop_tokens is None else stop_tokens,
+                constraint=constraint,
+                cancel=self._cancel,
+                answer=answer,
+                priority=priority,
+                adapter=placed,
+            )
+            if placed is not None:
+                self._adapted.add(request)
+            return self._enqueue(request)
+
+    def load_adapter(self, name: str, matrices: AdapterMatrices) -> None:
+        """Load an adapter, while requests run.
+
+        Raises:
+          ConfigError: it does not fit the model, its name is taken, or no place of `engine.adapters` is free.
+        """
+        self.adapters.load(name, matrices, self._used_adapters)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; unfinished requests go on with it.
+
+        Raises:
+          ConfigError: there is none of this name.
+        """
+        self.adapters.unload(name)
+
+    @property
+    def adapter_names(self) -> Sequence[str]:
+        """Names of the loaded adapters."""
+        return self.adapters.names
+
+    def _used_adapters(self) -> set[int]:
+        with self._changed:
+            running = [request.adapter for request in self._adapted if request.finish_reason is None]
+        return {adapter.number for adapter in running if adapter is not None}
 
     def embed(self, prompt: Sequence[int], *, priority: int = 0) -> Request:
         """Submit a prompt whose hidden states are summed up; return a request that ends after one token.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 ROOT = b""
-"""Digest of the empty prefix."""
+"""Digest of the empty prefix; adapters have others."""
 
 
 def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -80,14 +80,18 @@ class PagePool:
         """Return the number of sequences that share a KV-cache page."""
         return self._users[page]
 
-    def share_prefix(self, tokens: Sequence[int]) -> Prefix:
+    def share_prefix(self, tokens: Sequence[int], root: bytes = ROOT) -> Prefix:
         """Return a prompt's longest cached prefix that can be reused, and increment the reference counts of its pages.
 
         The page of the last token is never included, because its logits have to be computed.
+
+        Args:
+          tokens: the prompt.
+          root: digest of the empty prefix.
         """
         pages = []
         digests = []
-        digest = ROOT
+        digest = root
         for start in range(0, (len(tokens) - 1) // self.page_size * self.page_size, self.page_size):
             digest = page_digest(digest, tokens[start : start + self.page_size])
             page = self._by_digest.get(digest)

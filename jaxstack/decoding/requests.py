@@ -9,7 +9,9 @@ from typing import Literal, Protocol
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxstack.decoding.adapter_places import PlacedAdapter
 from jaxstack.decoding.ngram_draft import NGramDrafter
+from jaxstack.decoding.pages import ROOT
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.scores import TokenScore, unpack_scores
 from jaxstack.errors import JaxstackError
@@ -65,6 +67,7 @@ class Request:
       cancel: called with this request to end it early.
       answer: tokens of the answer that are known, after which it goes on.
       priority: requests with a lower number start first, and are preempted last.
+      adapter: the adapter that its tokens are computed with; None: none.
 
     Attributes:
       times: when it reached its stages.
@@ -108,6 +111,7 @@ class Request:
         cancel: Callable[["Request"], None] | None = None,
         answer: Sequence[int] = (),
         priority: int = 0,
+        adapter: PlacedAdapter | None = None,
     ):
         self.prompt = tuple(prompt)
         self.max_tokens = max_tokens
@@ -116,6 +120,7 @@ class Request:
         self.stop_tokens = frozenset(stop_tokens)
         self.constraint = constraint
         self.priority = priority
+        self.adapter = adapter
         self.pools = False
         self.pooled: Float[np.ndarray, "2 D"] | None = None
         self.times = Times()
@@ -184,6 +189,11 @@ class Request:
     def count(self) -> int:
         """Number of tokens of the answer so far."""
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def root(self) -> bytes:
+        """Digest of the empty prefix: requests with the same may share the pages of equal tokens."""
+        return ROOT if self.adapter is None else self.adapter.root
 
     @property
     def computes_prompt(self) -> bool:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxstack.models.adapter_stack import use_adapters
 from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.layer import PageGroup, PageSlots
 from jaxstack.models.transformer import Transformer
@@ -59,7 +60,9 @@ class Column(IntEnum):
     MIN_P = 9
     CHANGED = 10
     """1: the row's logits are changed by those of its slot, see `logit_changes`."""
-    PAGES = 11
+    ADAPTER = 11
+    """Number of the adapter that the row's tokens are computed with; 0: none."""
+    PAGES = 12
 
 
 def decode_rows(
@@ -118,8 +121,14 @@ def _run_packed(
     if not groups:
         return [], pages
     ids, positions, slots = pack_rows(groups, *page_counts(pages), drafts=drafts)
-    hidden, pages = model.decode_packed(ids, positions, slots, pages, layers_together=together)
+    with use_adapters(adapter_numbers(groups)):
+        hidden, pages = model.decode_packed(ids, positions, slots, pages, layers_together=together)
     return split_packed(hidden, groups), pages
+
+
+def adapter_numbers(groups: Sequence[RowTokens]) -> Int[Array, " T"]:
+    """Return the number of the adapter of each packed token."""
+    return jnp.concatenate([jnp.repeat(rows[:, Column.ADAPTER], tokens.shape[1]) for rows, tokens in groups])
 
 
 def split_packed(hidden: Float[Array, "T D"], groups: Sequence[RowTokens]) -> list[Float[Array, "R C D"]]:

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from jaxstack.decoding.pages import ROOT, PagePool, page_digest
+from jaxstack.decoding.pages import PagePool, page_digest
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.step_shapes import ChunkShape, choose_shape
 
@@ -185,7 +185,7 @@ class Scheduler:
         if self.approximate:
             known = min(known, request.exact)
         for index in range(len(request.digests), known // size):
-            parent = request.digests[-1] if request.digests else ROOT
+            parent = request.digests[-1] if request.digests else request.root
             digest = page_digest(parent, request.tokens[index * size : (index + 1) * size])
             self.pool.register(request.pages[index], digest)
             request.digests.append(digest)
@@ -271,7 +271,7 @@ class Scheduler:
         while self.waiting and self._free_slots:
             request = self.waiting[0]
             size = self.pool.page_size
-            prefix = self.pool.share_prefix([] if request.computes_prompt else request.tokens)
+            prefix = self.pool.share_prefix([] if request.computes_prompt else request.tokens, request.root)
             request.pages, request.digests = prefix.pages, prefix.digests
             needed = -(-(len(request.tokens) + 1) // size) - len(request.pages)
             spare = len(self.running) if self.running else 0

@@ -212,6 +212,7 @@ class Programs:
             floats[Column.MIN_P] = sampling.min_p or 0
             floats[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
             line[Column.CHANGED] = sampling.changes_logits
+            line[Column.ADAPTER] = 0 if request.adapter is None else request.adapter.number
             if sampling.changes_logits:
                 self._change(request)
         line[Column.PAGES + known : Column.PAGES + len(request.pages)] = request.pages[known:]

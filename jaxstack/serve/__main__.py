@@ -4,7 +4,8 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,9 @@ from jaxstack.heartbeat import doing
 from jaxstack.serve.config import ServeConfig
 
 if TYPE_CHECKING:
+    from jaxstack.decoding.config import EngineConfig
     from jaxstack.decoding.decoder import Decoder
+    from jaxstack.models.adapter_stack import AdapterMatrices
     from jaxstack.run.load import Run
 
 _DRAFT_TOKENS = 4
@@ -42,6 +45,14 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--draft", metavar="DIR", help="a smaller run or checkpoint with the same tokenizer, which guesses tokens"
     )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="a run with adapters of this model, or a directory of PEFT, for requests with this name as their model; "
+        "may be given several times",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="engine, server, parallel, precision")
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)"
@@ -58,6 +69,7 @@ def make_parser() -> CommandParser:
         "serve --run runs/quickstart",
         "serve --run models/qwen2.5-0.5b --port 9000 engine.slots=32",
         "serve --run models/qwen2.5-7b --draft models/qwen2.5-0.5b",
+        "serve --run models/qwen2.5-7b --adapter sql=runs/sql --adapter legal=models/legal-lora",
     )
 
 
@@ -90,15 +102,19 @@ def _serve(args: argparse.Namespace) -> None:
         raise ConfigError(f"serving needs {error.name}: pip install 'jaxstack[serve]'.") from None
     bound = bind(args.host, args.port)
     with contextlib.closing(bound):
+        from jaxstack.run.adapters import read_adapter
         from jaxstack.run.load import load
 
         with doing("loading the model"):
             run = load(args.run, others, step=args.step, report=_report)
-            run.decoder.join_projections()
+            read = partial(read_adapter, model=run.config.model)
+            adapters = {named: read(directory) for named, directory in map(_adapter, args.adapter)}
+            engine_config = _with_places(config.engine, adapters)
+            if not engine_config.adapters:  # which are those of single projections
+                run.decoder.join_projections()
         if config.server.chat_template != "auto":
             ChatFormatter(run.tokenizer, config.server.chat_template)  # tells what is wrong before minutes of compiling
         draft = None
-        engine_config = config.engine
         if args.draft is not None:
             draft = _load_draft(args.draft, run, others)
             engine_config = engine_config.model_copy(
@@ -112,7 +128,31 @@ def _serve(args: argparse.Namespace) -> None:
                 run.decoder, engine_config, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens, draft=draft
             )
         with engine, doing(None):
-            serve(engine, tokenizer, name, config.server, bound, api_key=key, report=_report)
+            for named, matrices in adapters.items():
+                engine.load_adapter(named, matrices)
+            serve(engine, tokenizer, name, config.server, bound, api_key=key, read_adapter=read, report=_report)
+
+
+def _adapter(argument: str) -> tuple[str, str]:
+    """Return the name and the directory of an argument NAME=DIR.
+
+    Raises:
+      ConfigError: it has another form.
+    """
+    name, found, directory = argument.partition("=")
+    if not name or not found or not directory:
+        raise ConfigError(f"--adapter is NAME=DIR, such as sql=runs/sql; found {argument!r}.")
+    return name, directory
+
+
+def _with_places(config: "EngineConfig", adapters: "Mapping[str, AdapterMatrices]") -> "EngineConfig":
+    """Return the configuration with room for these adapters at least."""
+    ranks = [layer.a.shape[-1] for matrices in adapters.values() for layer in matrices.values()]
+    update = {
+        "adapters": max(config.adapters, len(adapters)),
+        "adapter_rank": max([config.adapter_rank, *ranks]),
+    }
+    return config.model_copy(update=update)
 
 
 def _load_draft(directory: str, run: "Run", overrides: Sequence[str]) -> "Decoder":

@@ -32,6 +32,9 @@ class ServerConfig(Component):
     """Put the tokenizer's document-start id before each text of /v1/completions and /v1/embeddings, as in training."""
     pooling: Literal["last", "mean"] = "last"
     """Embedding of a text: the final hidden state of its last token, or the mean over its tokens."""
+    adapter_folder: str | None = None
+    """Directory below which requests may load adapters (/v1/load_lora_adapter), if `engine.adapters` leaves room; null:
+    only those of the command line are served."""
 
 
 class ServeConfig(Component):

@@ -13,6 +13,8 @@ from jaxstack.decoding.engine import Engine, EngineBusy
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.runner import EngineState
 from jaxstack.decoding.sampling import Sampling
+from jaxstack.errors import ConfigError
+from jaxstack.models.adapter_stack import AdapterMatrices
 from jaxstack.serve.config import EngineConfig
 
 
@@ -45,6 +47,26 @@ class EngineGroup:
     def embed(self, prompt: Sequence[int], *, priority: int = 0) -> Request:
         """Submit a prompt to the engine with the fewest requests, as `Engine.embed` does."""
         return self._choose(lambda engine: engine.embed(prompt, priority=priority))
+
+    def load_adapter(self, name: str, matrices: AdapterMatrices) -> None:
+        """Load an adapter into all engines, or into none, as `Engine.load_adapter` does."""
+        for number, engine in enumerate(self.engines):
+            try:
+                engine.load_adapter(name, matrices)
+            except ConfigError:
+                for loaded in self.engines[:number]:
+                    loaded.unload_adapter(name)
+                raise
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter, as `Engine.unload_adapter` does."""
+        for engine in self.engines:
+            engine.unload_adapter(name)
+
+    @property
+    def adapter_names(self) -> Sequence[str]:
+        """Names of the adapters that all engines have."""
+        return self.engines[-1].adapter_names
 
     def _choose(self, submit: Callable[[Engine], Request]) -> Request:
         *others, last = sorted(self.engines, key=lambda engine: engine.running + engine.waiting)

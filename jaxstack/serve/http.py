@@ -27,6 +27,8 @@ from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding import requests as generation
 from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.models.adapter_stack import AdapterMatrices
+from jaxstack.serve.adapters import AdapterLoader, LoadAdapterRequest, UnloadAdapterRequest
 from jaxstack.serve.answers import (
     Answers,
     ChatFormatter,
@@ -75,6 +77,7 @@ class Server:
       config: limits.
       loopback: True if only this machine can connect; then the header Host must name it.
       api_key: key that requests must send as `Authorization: Bearer KEY`; None: none is needed.
+      read_adapter: reads the matrices of an adapter in a directory; None: requests can load none.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Server:
         *,
         api_key: str | None = None,
         loopback: bool = False,
+        read_adapter: Callable[[Path], AdapterMatrices] | None = None,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
@@ -94,6 +98,7 @@ class Server:
         self._api_key = api_key
         self._created = int(time.time())
         self.metrics = Metrics(engine, name)
+        self._loader = AdapterLoader(engine, read_adapter, self.config.adapter_folder)
         self._texts = TokenTexts(tokenizer)
         self._ending = asyncio.Event()
         self._answers = weakref.WeakSet[Answers]()
@@ -116,6 +121,8 @@ class Server:
                 Route("/v1/completions", self._require_key(self._complete), methods=["POST"]),
                 Route("/v1/chat/completions", self._require_key(self._complete_chat), methods=["POST"]),
                 Route("/v1/responses", self._require_key(self._respond), methods=["POST"]),
+                Route("/v1/load_lora_adapter", self._require_key(self._load_adapter), methods=["POST"]),
+                Route("/v1/unload_lora_adapter", self._require_key(self._unload_adapter), methods=["POST"]),
                 Route("/v1/embeddings", self._require_key(self._embed), methods=["POST"]),
             ],
             exception_handlers={Refused: _refusal, HTTPException: _http_error, Exception: _failure},
@@ -175,19 +182,49 @@ class Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._describe()]})
+        served = [self.name, *self.engine.adapter_names]
+        return JSONResponse({"object": "list", "data": [self._describe(name) for name in served]})
 
     async def _model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._describe())
+        name = request.path_params["name"]
+        self._find_adapter(name)
+        return JSONResponse(self._describe(name))
 
-    def _describe(self) -> dict[str, Any]:
-        about = {"id": self.name, "object": "model", "created": self._created, "owned_by": "jaxstack"}
-        return about | {"max_model_len": self.engine.context}
+    def _describe(self, name: str) -> dict[str, Any]:
+        about = {"id": name, "object": "model", "created": self._created, "owned_by": "jaxstack"}
+        parent = None if name == self.name else self.name
+        return about | {"max_model_len": self.engine.context, "parent": parent}
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            raise Refused(404, f"there is no model {name!r} here; this server has {self.name!r}.", "model_not_found")
+    def _find_adapter(self, name: str | None) -> str | None:
+        """Return the name of the adapter that a request asks for as its model; None for the model without adapters.
+
+        Raises:
+          Refused: there is no such model.
+        """
+        if name is None or name == self.name:
+            return None
+        adapters = self.engine.adapter_names
+        if name not in adapters:
+            known = " and ".join(map(repr, (self.name, *adapters)))
+            raise Refused(404, f"there is no model {name!r} here; this server has {known}.", "model_not_found")
+        return name
+
+    async def _load_adapter(self, request: Request) -> Response:
+        body = await read_json(request, LoadAdapterRequest, self.config)
+        if body.lora_name == self.name:
+            raise Refused(400, f"{self.name!r} is the name of the model; choose another one.")
+        try:
+            await asyncio.to_thread(self._loader.load, body.lora_name, body.lora_path)
+        except JaxstackError as error:
+            raise Refused(400, str(error)) from None
+        return JSONResponse({"status": "loaded", "lora_name": body.lora_name})
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        body = await read_json(request, UnloadAdapterRequest, self.config)
+        if self._find_adapter(body.lora_name) is None:
+            raise Refused(400, f"{self.name!r} is the model, and no adapter.")
+        refuse_on_error(lambda: self.engine.unload_adapter(body.lora_name))
+        return JSONResponse({"status": "unloaded", "lora_name": body.lora_name})
 
     async def _complete(self, request: Request) -> Response:
         body = await self._parse(request, CompletionRequest)
@@ -199,16 +236,18 @@ class Server:
         limit = max(1, min(_COMPLETION_TOKENS, self.engine.context - longest))
         limit = limit if body.max_tokens is None else body.max_tokens
         answers = await self._submit(body, prompts, limit, body.stops, frozenset(), texts if body.echo else None)
-        return await self._answer(request, body, answers, Envelope(self.name, chat=False))
+        return await self._answer(request, body, answers, Envelope(body.model or self.name, chat=False))
 
     async def _complete_chat(self, request: Request) -> Response:
         body = await self._parse(request, ChatRequest)
-        return await self._answer(request, body, await self._submit_chat(body), Envelope(self.name, chat=True))
+        return await self._answer(
+            request, body, await self._submit_chat(body), Envelope(body.model or self.name, chat=True)
+        )
 
     async def _respond(self, request: Request) -> Response:
         body = await self._parse(request, ResponsesRequest)
         answers = await self._submit_chat(refuse_on_error(lambda: body.as_chat_request))
-        envelope = ResponseEnvelope(self.name, body)
+        envelope = ResponseEnvelope(body.model or self.name, body)
         if body.stream:
             return EventStream(answers, envelope.events(answers))
         parts = await self._collect(request, answers)
@@ -255,6 +294,8 @@ class Server:
 
     async def _embed(self, request: Request) -> Response:
         body = await self._parse(request, EmbeddingRequest)
+        if self._find_adapter(body.model) is not None:
+            raise Refused(400, f"embeddings are those of {self.name!r}, without an adapter; ask for that model.")
         texts = body.prompts
         self._check_count(len(texts))
         self._check_length(text for text in texts if isinstance(text, str))
@@ -317,7 +358,7 @@ class Server:
           Refused: as `read_json`, or it asks for another model.
         """
         body = await read_json(request, kind, self.config)
-        self._check_model(body.model)
+        self._find_adapter(body.model)
         return body
 
     def _check_count(self, count: int) -> None:
@@ -367,6 +408,7 @@ class Server:
         scored = [count for count in (body.prompt_logprobs, body.likeliest if echo else None) if count is not None]
         told = {"logprobs": scores, "prompt_logprobs": max(scored, default=None)}
         sampling = dataclasses.replace(refuse_on_error(lambda: body.sampling), **told)
+        adapter = self._find_adapter(body.model)
         submitted = self._start(
             partial(
                 self.engine.submit,
@@ -377,6 +419,7 @@ class Server:
                 stop_tokens=stops,
                 constraint=constraint,
                 priority=body.priority or 0,
+                adapter=adapter,
             )
             for index, constraint in enumerate(constraints)
         )
@@ -529,7 +572,8 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/models, /health, /metrics"
+    known = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/models, /v1/load_lora_adapter, "
+    known += "/v1/unload_lora_adapter, /health, /metrics"
     messages = {404: f"there is nothing at {request.url.path}; known: {known}."}
     message = messages.get(error.status_code, f"{error.detail}: {request.method} {request.url.path}.")
     return JSONResponse(error_body(message, error.status_code), error.status_code, error.headers)

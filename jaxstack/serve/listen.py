@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -14,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.engine import Engine
 from jaxstack.errors import ConfigError
+from jaxstack.models.adapter_stack import AdapterMatrices
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.http import Server
@@ -128,17 +130,18 @@ def serve(
     bound: socket.socket,
     *,
     api_key: str | None = None,
+    read_adapter: Callable[[Path], AdapterMatrices] | None = None,
     report: Callable[[str], None] = print,
 ) -> None:
     """Serve HTTP requests until SIGTERM or Ctrl-C; then refuse new requests and wait for the running ones to end.
 
     Args:
-      engine, tokenizer, name, config, api_key: as in `jaxstack.serve.http.Server`.
+      engine, tokenizer, name, config, api_key, read_adapter: as in `jaxstack.serve.http.Server`.
       bound: the socket, from `bind`.
       report: called with a line of text when the server is ready and when it ends.
     """
     loopback = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
-    server = Server(engine, tokenizer, name, config, api_key=api_key, loopback=loopback)
+    server = Server(engine, tokenizer, name, config, api_key=api_key, loopback=loopback, read_adapter=read_adapter)
     settings = uvicorn_settings(server)
 
     class ReportingServer(uvicorn.Server):

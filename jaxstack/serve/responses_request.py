@@ -246,7 +246,7 @@ class ResponsesRequest(Component):
             "response_format": form,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
-        same = ("temperature", "top_p", "seed", "parallel_tool_calls", "chat_template_kwargs", "priority")
+        same = ("model", "temperature", "top_p", "seed", "parallel_tool_calls", "chat_template_kwargs", "priority")
         return build_component(ChatRequest, fields | {name: getattr(self, name) for name in same}, "the request")
 
 

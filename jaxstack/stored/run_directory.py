@@ -23,11 +23,13 @@ from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.models import ModelConfig, Transformer, adapted_layers, add_adapters
-from jaxstack.models.adapters import AdapterConfig, AdapterRule
-from jaxstack.models.restack import restack_shapes, same_stacking
+from jaxstack.models.adapter_stack import AdapterMatrices, LowRank
+from jaxstack.models.adapters import Adaptable, AdapterConfig, AdapterRule
+from jaxstack.models.moe_layer import Experts
+from jaxstack.models.restack import restack, restack_shapes, same_stacking
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AxisRules
-from jaxstack.parameter_paths import flatten, get, nest
+from jaxstack.parameter_paths import ADAPTER, flatten, get, nest
 from jaxstack.preference import PreferenceConfig
 from jaxstack.stored.model import (
     Form,
@@ -181,6 +183,36 @@ class TrainingRun(RunDirectory):
             others = jax.jit(functools.partial(module.from_plain, wanted=module.abstract_non_params))(others)
         return params, others
 
+    def read_adapters(self, step: int | None = None) -> AdapterMatrices:
+        """Read the matrices of the adapters of all layers, as those of a model with unrolled layers.
+
+        Raises:
+          ConfigError: there are none, or they are of experts or learn magnitudes (DoRA); or no checkpoint of `step`.
+        """
+        layers = adapted_layers(nnx.eval_shape(lambda: self._make(nnx.Rngs(0))))
+        other = next((path for path, x in layers.items() if _is_unusual(x)), None)
+        if not layers or other is not None:
+            found = "there are none" if other is None else f"{other} has another kind"
+            raise ConfigError(
+                f"{self.directory} must have adapters of dense layers, of the method lora, to be served beside others; "
+                f"{found}. Serve it alone: --run {self.directory}."
+            )
+        known = flatten(self._module().abstract_params)
+        wanted = {path: np.empty(x.shape, x.dtype) for path, x in known.items() if ADAPTER.search("/".join(path))}
+        found = flatten(self._restore(self.choose_step(step), {"params": nest(wanted.items())})["params"])
+        for path in found:
+            if path[-1] == "b":
+                found[path] = found[path] * layers["/".join(path[:-2])].adapter.scale
+        stacks = {str(number): {} for number in range(self.model.num_layers)}
+        tree = nest(found.items())["decoder"]["layers"]
+        unrolled = self.model.model_copy(update={"scan_layers": False})
+        plain = flatten(restack({"decoder": {"layers": stacks | tree}}, self.model, unrolled))
+        return {
+            "/".join(path[:-2]): LowRank(np.asarray(a), np.asarray(plain[(*path[:-1], "b")]))
+            for path, a in plain.items()
+            if path[-1] == "a"
+        }
+
     @property
     def is_reward_model(self) -> bool:
         """True if the run trained a reward model, whose head is in its checkpoints."""
@@ -243,6 +275,11 @@ class TrainingRun(RunDirectory):
         tree, extra = self.checkpoints.restore(step, wanted, subset=True)
         check_tokenizer(self.tokenizer_folder, step, extra)
         return tree
+
+
+def _is_unusual(layer: Adaptable) -> bool:
+    """Return True if a layer's adapter cannot be computed beside those of other models."""
+    return isinstance(layer, Experts) or layer.adapter.magnitude is not None
 
 
 def check_tokenizer(folder: Path, step: int, extra: object) -> None:

@@ -9,12 +9,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any, cast
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+from jaxstack.decoding.adapter_places import AdapterPlaces
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.requests import Request
 from jaxstack.serve.config import EngineConfig, ServerConfig
@@ -143,6 +145,7 @@ class Echo(Engine):
         self.context = 256
         self.config = EngineConfig(queue=48)
         self.failure = None
+        self.adapters = AdapterPlaces(cast(Any, None), 0, 1)
 
     def submit(self, prompt, max_tokens, sampling=None, **options) -> Request:
         request = Request(prompt, max_tokens, cancel=lambda request: request.notify("cancelled"))
