@@ -180,7 +180,7 @@ class Loop:
 
     def _restore(self) -> int:
         """Restore the newest checkpoint, if there is one; return the number of training steps it had taken."""
-        self.signs.note("restore")
+        self.signs.note("restore", step_limit=self.settings.resilience.step_seconds)
         began = time.perf_counter()
         restored = None
         if self.checkpoints is not None:

@@ -200,7 +200,7 @@ class Limits:
     def timeout_of(self, record: Record, suspended: bool = False) -> float:
         """Return the timeout for the phase that a process is in; a suspended process has that of a train step."""
         if record.phase in ("train", "evaluate") or suspended:
-            return self.step
+            return self.step if record.step_limit is None else record.step_limit
         return self.save if record.phase in ("save", "end") else self.start
 
 
@@ -227,7 +227,8 @@ def find_stuck(
     quiet = set()
     for rank, record in records.items():
         seconds = now - max(record.at, since)
-        if seconds > limits.timeout_of(record) or (seconds > limits.step and rank in suspended and suspended[rank]()):
+        step = limits.timeout_of(record, suspended=True)
+        if seconds > limits.timeout_of(record) or (seconds > step and rank in suspended and suspended[rank]()):
             silent.add(rank)
         if seconds > limits.timeout_of(record) / 2:
             quiet.add(rank)

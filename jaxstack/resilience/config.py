@@ -34,6 +34,9 @@ class ResilienceConfig(Component):
     """Resume with other data, another tokenizer, seed or batch size than the checkpoint's."""
     heartbeat_seconds: int = Field(default=10, ge=2, le=86_400)
     """Time after which a silent process counts as dead, and the other processes exit."""
+    step_seconds: float | None = Field(default=None, gt=0)
+    """Limit on the time of a train step, and of a batch of an evaluation: a process that takes longer is stuck, and the
+    launcher names it, prints stacks, and restarts the run. null: the launcher's `--step-seconds` (300)."""
     connect_seconds: int = Field(default=300, ge=1, le=86_400)
     """Limit on the time that the processes of a run wait for one another at its start."""
     device_hours_between_failures: float = Field(default=LLAMA3_HOURS, gt=0)

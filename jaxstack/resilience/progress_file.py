@@ -30,6 +30,8 @@ class Record:
     at: float = 0.0
     saved: int = -1
     """Step of the newest committed checkpoint; -1: none."""
+    step_limit: float | None = None
+    """Limit on the time of a step that the run has set itself; None: that of the supervisor."""
     own_seconds: float = 0.0
     """Total time on the host between steps, without waiting for the devices, and so for other processes."""
 

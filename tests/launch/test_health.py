@@ -24,6 +24,14 @@ def test_each_phase_has_its_limit():
         assert find_stuck(record, LIMITS, 1000.0 + limit + 1) == 0
 
 
+def test_a_run_sets_the_limit_of_its_steps():
+    record = {0: Record("train", at=1000.0, step_limit=30.0)}
+    assert find_stuck(record, LIMITS, 1029.0) is None and find_stuck(record, LIMITS, 1031.0) == 0
+    compiling = {0: Record("compile", at=1000.0, step_limit=30.0)}
+    assert find_stuck(compiling, LIMITS, 1031.0, suspended={0: lambda: True}) == 0
+    assert find_stuck(compiling, LIMITS, 1031.0, suspended={0: lambda: False}) is None
+
+
 def test_the_first_that_fell_silent_is_named():
     """The others wait for it in a collective."""
     records = {
