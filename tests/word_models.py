@@ -1,9 +1,11 @@
-"""Hugging Face checkpoints of random models whose tokens are words: w1, w2, ..., with <s> before a text."""
+"""Hugging Face checkpoints of random models whose tokens are words: w1, w2, ..., or words that a test chooses."""
 
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 FIXTURES = Path(__file__).parent / "models" / "huggingface"
 
@@ -16,6 +18,23 @@ def make_word_model(family: str, folder: Path, words: int = 64) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def make_chat_model(folder: Path, words: Sequence[str], **settings: str) -> Path:
+    """The fixture of Qwen3 in `folder`, with a tokenizer of these words and of ChatML's marks.
+
+    Args:
+      settings: further keys of tokenizer_config.json.
+    """
+    shutil.copytree(FIXTURES / "qwen3", folder)
+    ids = {word: i for i, word in enumerate(["<unk>", "user", "assistant", *words])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    marks = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", **settings}))
     return folder
 
 

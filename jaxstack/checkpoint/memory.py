@@ -37,7 +37,7 @@ _opened = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """What a process tells the others at its start: its node and server, the size of its shards, its copies."""
+    """A process as the others know it after the start: its node and server, the size of its shards, its copies."""
 
     node: str
     num_bytes: int
@@ -134,7 +134,7 @@ class MemoryCheckpoints:
         self.blocked_seconds = 0.0
         """Time that copies have held up the caller."""
         self.sources = ""
-        """Where the restored copy came from, such as `own 1, neighbour 1`."""
+        """Numbers of processes whose copy was their own and a neighbour's, such as `own 1, neighbour 1`; "" before."""
 
     def __enter__(self) -> "MemoryCheckpoints":
         return self

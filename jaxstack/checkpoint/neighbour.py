@@ -103,7 +103,7 @@ class CopyServer:
 
     def __init__(self, folder: Path, host: str, tls: Sequence[str] | None = None):
         self.token = secrets.token_hex(32)
-        """What clients must show."""
+        """Random secret, which a request must have in its header `Authorization`."""
         self._server = _Server(host, folder, self.token, tls)
         self.address: tuple[str, int] = (host, self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)

@@ -197,7 +197,7 @@ def all_gather_arrays(
 ) -> list[dict[str, np.ndarray]]:
     """Gather named arrays from every process, without using devices; return those of each, in the order of processes.
 
-    Other threads may use the devices meanwhile. All arrays pass through process 0's host, at about 10 MB/s each way.
+    Other threads may use the devices meanwhile. All arrays pass through process 0's host, which is slow for large ones.
 
     Args:
       name: as in `all_gather`.

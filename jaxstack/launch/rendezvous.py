@@ -39,7 +39,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Notice:
-    """What a node tells the others."""
+    """State of a node's launcher, as it writes it into its file for the other nodes."""
 
     session: str
     """Random name of its launcher: a node that was lost and comes back has another one."""

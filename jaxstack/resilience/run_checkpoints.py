@@ -32,7 +32,7 @@ class Restored(NamedTuple):
     data: Mapping[str, np.ndarray]
     """State of the data, see `Training.data_state`; {} if there was none."""
     source: str
-    """Where it was restored from, for a message."""
+    """Name of the checkpoint or of the copies in memory, for a message."""
     train_seconds: float | None = None
     """Time of the steps up to it, see `RunLog.train_seconds`; None: not known."""
 

@@ -114,7 +114,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Readers(NamedTuple):
-    """What tells the parts of an answer apart, each None if there is no such part."""
+    """Parsers that split an answer into tool calls, reasoning and text; None: the template has no such part."""
 
     tools: ToolReader | None = None
     """Finds tool calls."""

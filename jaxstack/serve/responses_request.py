@@ -66,7 +66,7 @@ class InputItem(Component):
     arguments: str | None = None
     """JSON of the arguments of a call."""
     output: Text = None
-    """What a function returned."""
+    """Result of a function, as text."""
     summary: Any = None
     """Ignored, as are the other fields."""
     encrypted_content: str | None = None

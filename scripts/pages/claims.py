@@ -22,7 +22,7 @@ MARK = "†"
 """Mark of a result whose code has changed since its commit, or whose commit is in no history here."""
 TITLES = ("technique", "claim", "what was run", "result", "commit", "date", "verdict")
 STEP_CODE = ("jaxstack/models", "jaxstack/step.py", "jaxstack/gradients", "jaxstack/optim", "pallas_kernels")
-"""What a whole train step is computed by."""
+"""Paths of the code that computes a train step."""
 
 
 class ClaimError(SystemExit):
@@ -39,7 +39,7 @@ class Result:
     code: tuple[str, ...]
     """Paths whose code the row measured."""
     reached: bool | None = None
-    """Whether the value reaches the goal; None: there is none."""
+    """True if the value reaches the goal; None: the claim has no goal for it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Claim:
     results: Sequence[Result] = ()
     tests: Sequence[str] = ()
     missing: str = ""
-    """What is not shown."""
+    """Parts of the claim without evidence, as text."""
     section: str = field(default="", compare=False)
 
     def check(self) -> None:

@@ -1,13 +1,12 @@
 """What runs of reinforcement learning start from: a checkpoint with a tokenizer, prompts, a configuration."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-FIXTURE = Path(__file__).parents[1] / "models" / "huggingface" / "qwen3"
+from tests.word_models import make_chat_model
+
 WORDS = [*"abcdef", "what", "is", "it", "yes", "no"]
 GAME = """
 import random
@@ -25,13 +24,7 @@ class Game:
 def folder(tmp_path_factory) -> Path:
     """A checkpoint as on the Hub, with a tokenizer of words; prompts; a configuration."""
     place = tmp_path_factory.mktemp("reinforce")
-    source = shutil.copytree(FIXTURE, place / "qwen3")
-    words = ["<unk>", "user", "assistant", *WORDS]
-    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    model.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    model.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
-    model.save(str(source / "tokenizer.json"))
-    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    source = make_chat_model(place / "qwen3", WORDS)
     lines = [json.dumps({"prompt": f"what is {WORDS[i % 6]} {WORDS[i % 5]}", "wanted": "yes"}) for i in range(30)]
     (place / "prompts.jsonl").write_text("\n".join(lines))
     config = {

@@ -14,7 +14,8 @@ from jaxstack.reinforce.environment import Environment
 from jaxstack.reinforce.task import reinforce
 from jaxstack.run.load import load
 from jaxstack.run_config import load_config
-from tests.reinforce.conftest import FIXTURE, metrics_of
+from tests.reinforce.conftest import metrics_of
+from tests.word_models import FIXTURES
 
 METRICS = {
     *("loss", "reward", "reward_std", "useful_groups", "answer_tokens", "truncated", "entropy", "clip_share", "kl"),
@@ -138,7 +139,7 @@ def test_answers_are_left_to_the_next_rollout(folder, stale):
 @pytest.mark.longer
 def test_training_follows_the_experts_of_the_sampler(folder):
     """Experts are those of the weights that sampled, also after a stop, and with answers in parts."""
-    mixture = shutil.copytree(FIXTURE.parent / "qwen3-moe", folder / "qwen3-moe")
+    mixture = shutil.copytree(FIXTURES / "qwen3-moe", folder / "qwen3-moe")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / "qwen3" / name, mixture / name)
     lengths = ["rollout.max_tokens=12", "train.sequence_length=24", "rollout.engine.decode_steps=1"]

@@ -1,13 +1,11 @@
 """Fine-tuning from a Hugging Face checkpoint on chats, and back: what a user does, by the commands."""
 
 import json
-import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import jaxstack.generate as generate
 from jaxstack import convert
@@ -19,8 +17,8 @@ from jaxstack.run.train import train
 from jaxstack.run_config import load_config
 from jaxstack.stored import StoredModel
 from tests.stored.decoders import decoder_of
+from tests.word_models import make_chat_model
 
-FIXTURE = Path(__file__).parents[1] / "models" / "huggingface" / "qwen3"
 WORDS = [*"abcdef", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "what", "is", "plus", "it"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}" + (
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
@@ -32,14 +30,8 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 30, (2, 12)), jnp.int3
 def folder(tmp_path_factory) -> Path:
     """A checkpoint as on the Hub, with a tokenizer of words and its chat template; chats; a configuration."""
     place = tmp_path_factory.mktemp("tuning")
-    source = shutil.copytree(FIXTURE, place / "qwen3")
-    words = ["<unk>", "user", "assistant", *WORDS]
-    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    model.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    model.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
-    model.save(str(source / "tokenizer.json"))
-    tokens = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (source / "tokenizer_config.json").write_text(json.dumps({**tokens, "chat_template": TEMPLATE}))
+    settings = {"bos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    source = make_chat_model(place / "qwen3", WORDS, **settings)
     chats = []
     for i in range(40):
         question = {"role": "user", "content": f"what is {WORDS[6 + i % 8]} plus {WORDS[i % 6]}"}

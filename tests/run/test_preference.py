@@ -2,12 +2,10 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import jaxstack.evaluate as evaluate
 import jaxstack.train as command
@@ -17,8 +15,8 @@ from jaxstack.run.convert import export_checkpoint
 from jaxstack.run.load import load_reward_model
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
+from tests.word_models import make_chat_model
 
-FIXTURE = Path(__file__).parents[1] / "models" / "huggingface" / "qwen3"
 WORDS = [*"abcdef", "what", "is", "it", "yes", "no"]
 METRICS = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_probability")
 LOG_2 = pytest.approx(math.log(2), abs=1e-6)
@@ -29,13 +27,7 @@ LOG_2 = pytest.approx(math.log(2), abs=1e-6)
 def folder(tmp_path_factory) -> Path:
     """A checkpoint as on the Hub, with a tokenizer of words; preferences; a configuration."""
     place = tmp_path_factory.mktemp("preference")
-    source = shutil.copytree(FIXTURE, place / "qwen3")
-    words = ["<unk>", "user", "assistant", *WORDS]
-    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    model.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    model.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
-    model.save(str(source / "tokenizer.json"))
-    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    source = make_chat_model(place / "qwen3", WORDS)
     lines = [
         json.dumps({"prompt": f"what is {WORDS[i % 6]}", "chosen": f"it is {WORDS[i % 5]} yes", "rejected": "no"})
         for i in range(40)

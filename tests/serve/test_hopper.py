@@ -125,8 +125,7 @@ def has_matmul(module: Module, instruction: Instruction) -> bool:
 def test_half_batches_run_matmuls_while_the_other_half_is_summed():
     """What follows a sum in its half needs the sum, so that a matmul between its start and its end is the other half's.
 
-    The first sum in a layer waits for that of the second half's embeddings, and nothing is left beside the last one. A
-    third one is bare since chunks are no longer padded: XLA puts all that could run beside two sums beside the second.
+    The first sum in a layer waits for that of the second half's embeddings, and nothing is left beside the last one.
     """
     program = compiled_steps(chunk=1008)
     module = parse_module(program)
@@ -142,6 +141,8 @@ def test_half_batches_run_matmuls_while_the_other_half_is_summed():
         elif has_matmul(module, instruction):
             overlapped |= running
     assert sums == 8, "two in each layer for each half"
-    assert len(overlapped) >= sums - 3
     made = re.findall(rf"= bf16\[(?:{PAGES},{PAGE}|{PAGES * PAGE}),4,128\]\S* ([\w-]+)\(", program)
     assert made and not {"copy", "copy-start", "all-gather"} & set(made), made
+    assert len(overlapped) >= sums - 3
+    if len(overlapped) < sums - 2:
+        pytest.xfail("XLA's schedule leaves one more sum bare: what could run beside two of them runs beside one")
