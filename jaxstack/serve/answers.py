@@ -164,6 +164,10 @@ class TextAnswer:
         self._echo_only = echo_only
         self._new = list[int]()
         self._scored = 0
+        self._returned = 0
+        self._before = 0
+        self._spoken = 0
+        self._speaks = False
         self.tokens = 0
         """Number of tokens up to the end of the answer."""
         self.reasoning_tokens = 0
@@ -196,18 +200,23 @@ class TextAnswer:
         if self._echo_only and begun and self.finish_reason is None:
             self._end("length")
         calls = []
-        if self._tools is not None:
-            text = self._tools.push(text)
-            if self.finish_reason is not None:
-                rest, calls = self._tools.finish()
-                text += rest
-                self.finish_reason = "tool_calls" if calls else self.finish_reason
+        if self._tools is not None and self.finish_reason is not None:
+            rest, calls = self._tools.finish()
+            text += rest
+            self.finish_reason = "tool_calls" if calls else self.finish_reason
         if not text and not reasoning and not echoed.text and self.finish_reason is None:
             return None
-        new, self._new = self._new, []
+        # The tokens of what may be a call come in the last part, as the call itself.
+        waits = self._tools is not None and self.finish_reason is None
+        count = max(0, self._spoken - self._returned) if waits else len(self._new)
+        new, self._new = self._new[:count], self._new[count:]
+        before = min(len(new), max(0, self._before - self._returned))
+        spoken = max(self._spoken if calls else self.tokens, self._returned)
+        self._returned += len(new)
+        after = max(0, self._returned - spoken)
         scores = self.request.scores[self._scored : self._scored + len(new)]
         self._scored += len(scores)
-        return echoed + Part(text, new, scores, 0, self.finish_reason, calls, reasoning)
+        return echoed + Part(text, new, scores, 0, self.finish_reason, calls, reasoning, before, after)
 
     def _take_echo(self, *, begun: bool) -> Part:
         """Return the prompt as a part of the answer, unless it was; the scores of its tokens have to be known."""
@@ -237,19 +246,27 @@ class TextAnswer:
             if self.request.stop_token is not None and not self._echo_only:
                 self._new.append(self.request.stop_token)
         if self.finish_reason is not None and self._reasoning is not None:
-            pieces.append(self._reasoning.finish())
+            rest, text = self._reasoning.finish()
+            pieces.append((rest, text if self._tools is None else self._tools.push(text)))
         reasoning, text = ("".join(parts) for parts in zip(("", ""), *pieces, strict=True))
         return reasoning, text
 
     def _split(self, text: str) -> tuple[str, str]:
-        """Return the reasoning and the answer in the text of the newest token."""
-        if self._reasoning is None:
-            return "", text
-        before = self._reasoning.reasons
-        found = self._reasoning.push(text)
-        if before or self._reasoning.reasons:
-            self.reasoning_tokens = self.tokens
-        return found
+        """Return the reasoning and the answer in the text of the newest token, without what may be calls."""
+        reasoning = ""
+        if self._reasoning is not None:
+            before = self._reasoning.reasons
+            reasoning, text = self._reasoning.push(text)
+            if before or self._reasoning.reasons:
+                self.reasoning_tokens = self.tokens
+            if not text and not self._speaks and (self.reasoning_tokens or self._reasoning.answers):
+                self._before = self.tokens
+        self._speaks |= bool(text)
+        if self._tools is not None:
+            text = self._tools.push(text)
+            if not self._tools.calls:
+                self._spoken = self.tokens
+        return reasoning, text
 
     def _end(self, reason: str) -> None:
         self.request.cancel()

@@ -253,7 +253,7 @@ class Server:
         parts = await self._collect(request, answers)
         if parts is None:
             return Response(status_code=GONE)
-        return JSONResponse(envelope.whole(parts[0], usage_of(answers, 1)))
+        return JSONResponse(envelope.whole(answers, parts[0]))
 
     async def _submit_chat(self, body: ChatRequest) -> Answers:
         """Submit a chat to the engine, once for each requested sample.

@@ -17,7 +17,8 @@ class ReasoningReader:
         self._held = ""
         self._fresh = True
         """True: white space that comes next is dropped."""
-        self._answers = False
+        self.answers = False
+        """True once all that follows is the answer."""
         self.reasons = begun
         """True while the text is reasoning."""
 
@@ -30,14 +31,14 @@ class ReasoningReader:
         """Add generated text; return what is certainly reasoning, and what is certainly the answer."""
         self._held += text
         reasoning = ""
-        if not self.reasons and not self._answers:
+        if not self.reasons and not self.answers:
             self._begin()
         while self.reasons:
             reasoning += self._take_reasoning()
             if self.reasons:
                 return reasoning, ""
             self._begin()
-        return reasoning, self._take(len(self._held)) if self._answers else ""
+        return reasoning, self._take(len(self._held)) if self.answers else ""
 
     def finish(self) -> tuple[str, str]:
         """Return the rest of the reasoning, and that of the answer, at the end of the text."""
@@ -57,7 +58,7 @@ class ReasoningReader:
         self._held = first.removeprefix(found or "")
         self._fresh = found is not None
         self.reasons = found == form.opening
-        self._answers = not self.reasons
+        self.answers = not self.reasons
 
     def _take_reasoning(self) -> str:
         place = self._held.find(self._form.closing)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxstack.serve.answers import Answers, Refused, usage_of
 from jaxstack.serve.responses_request import ResponsesRequest, tools_of
-from jaxstack.serve.token_details import Part
+from jaxstack.serve.token_details import Part, TokenDetails
 
 
 class ResponseEnvelope:
@@ -37,18 +37,19 @@ class ResponseEnvelope:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "text": {"format": form},
             "reasoning": {"effort": effort, "summary": None},
+            "top_logprobs": request.top_logprobs or 0,
             "truncation": "disabled",
             "previous_response_id": None,
             "store": False,
             "metadata": {},
         }
 
-    def whole(self, part: Part, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the response, given the whole answer and its numbers of tokens."""
-        writer = EventWriter()
+    def whole(self, answers: Answers, part: Part) -> dict[str, Any]:
+        """Return the response, given the whole answer."""
+        writer = EventWriter(answers.answers[0].details)
         for _ in (*writer.add(part), *writer.finish(part)):
             pass
-        return self.response(writer.items, part.finish_reason, usage)
+        return self.response(writer.items, part.finish_reason, usage_of(answers, 1))
 
     def response(
         self, items: list[dict[str, Any]], reason: str | None, usage: Mapping[str, Any] | None = None
@@ -67,7 +68,7 @@ class ResponseEnvelope:
 
     async def events(self, answers: Answers) -> AsyncIterator[str]:
         """Yield the answer to a request as server-sent events, in OpenAI's order."""
-        writer = EventWriter()
+        writer = EventWriter(answers.answers[0].details)
         for kind in ("response.created", "response.in_progress"):
             yield writer.write({"type": kind, "response": self.response([], None)})
         last = Part("")
@@ -92,9 +93,11 @@ class EventWriter:
     """Makes the events of an answer from its parts, and the items of its output.
 
     Attributes:
+      details: describes the tokens of the text.
       items: items of the output so far, the last one with the text of the events so far.
     """
 
+    details: TokenDetails
     items: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     _count: int = 0
 
@@ -107,9 +110,9 @@ class EventWriter:
     def add(self, part: Part) -> Iterator[dict[str, Any]]:
         """Add a part of the answer; yield its events."""
         if part.reasoning:
-            yield from self._extend("reasoning", part.reasoning)
+            yield from self._extend("reasoning", part.reasoning, {})
         if part.text:
-            yield from self._extend("message", part.text)
+            yield from self._extend("message", part.text, {"logprobs": self.details.describe_text(part)})
 
     def finish(self, last: Part) -> Iterator[dict[str, Any]]:
         """End the answer; yield the last events. A call comes as one item, in the last part."""
@@ -124,12 +127,15 @@ class EventWriter:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
-    def _extend(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+    def _extend(self, kind: str, text: str, more: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
         if not self.items or self.items[-1]["type"] != kind:
             yield from self._close("completed")
             yield from self._open(kind)
-        self.items[-1]["content"][0]["text"] += text
-        yield {"type": f"response.{_NAMES[kind]}.delta", **self._place, "content_index": 0, "delta": text} | _more(kind)
+        content = self.items[-1]["content"][0]
+        content["text"] += text
+        for name, entries in more.items():
+            content[name] += entries
+        yield {"type": f"response.{_NAMES[kind]}.delta", **self._place, "content_index": 0, "delta": text, **more}
 
     def _open(self, kind: str) -> Iterator[dict[str, Any]]:
         item: dict[str, Any] = {"id": f"{_PREFIXES[kind]}_{secrets.token_hex(16)}", "type": kind}
@@ -138,9 +144,9 @@ class EventWriter:
         self.items.append(item)
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": {**item}}
         part = {"type": _NAMES[kind], "text": ""}
-        part |= {"annotations": [], **_more(kind)} if kind == "message" else {}
-        item["content"] = [part]
-        yield {"type": "response.content_part.added", **self._place, "content_index": 0, "part": {**part}}
+        part |= {"annotations": [], "logprobs": []} if kind == "message" else {}
+        item["content"] = [{**part, "logprobs": []} if kind == "message" else {**part}]
+        yield {"type": "response.content_part.added", **self._place, "content_index": 0, "part": part}
 
     def _close(self, status: str) -> Iterator[dict[str, Any]]:
         """End the newest item of text, if there is one."""
@@ -151,7 +157,7 @@ class EventWriter:
         kind = item["type"]
         part = item["content"][0]
         ended = {"type": f"response.{_NAMES[kind]}.done", **self._place, "content_index": 0, "text": part["text"]}
-        yield ended | _more(kind)
+        yield ended | ({"logprobs": part["logprobs"]} if kind == "message" else {})
         yield {"type": "response.content_part.done", **self._place, "content_index": 0, "part": part}
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
@@ -171,11 +177,6 @@ class EventWriter:
 _PREFIXES = {"reasoning": "rs", "message": "msg"}
 _NAMES = {"reasoning": "reasoning_text", "message": "output_text"}
 """Types of the part of an item of text, by the type of the item."""
-
-
-def _more(kind: str) -> dict[str, Any]:
-    """Return further fields of the text of a message."""
-    return {"logprobs": []} if kind == "message" else {}
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component
+from jaxstack.decoding.scores import MOST_LIKELIEST
 from jaxstack.serve.chat_request import ChatRequest
 from jaxstack.serve.protocol import drop_neutral
 from jaxstack.serve.tools import Function
@@ -16,7 +17,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "conversation": (None,),
     "background": (False, None),
     "prompt": (None,),
-    "top_logprobs": (0, None),
     "truncation": ("disabled", None),
     "max_tool_calls": (None,),
     "context_management": (None, []),
@@ -26,9 +26,11 @@ _KEPT = "this server keeps no responses: send the earlier items in input"
 _REASONS = {"previous_response_id": _KEPT, "conversation": _KEPT, "background": f"{_KEPT}, and wait for the answer"}
 _IGNORED = (
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "include", "stream_options",
+    "stream_options",
 )  # fmt: skip
 """Fields that are accepted and ignored, because they do not change the answer. No response is stored."""
+LOG_PROBABILITIES = "message.output_text.logprobs"
+"""The entry of `include` that asks for log-probabilities."""
 _PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
@@ -202,11 +204,26 @@ class ResponsesRequest(Component):
     """Further variables of the chat template; no field of OpenAI's."""
     priority: int | None = None
     """Requests with a lower number start first, 0 by default; no field of OpenAI's."""
+    include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    """With `message.output_text.logprobs` the text has the log-probabilities of its tokens; others are ignored."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
+    """Name this many likeliest tokens beside each one."""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, fields: object) -> object:
         return drop_neutral(fields, _NEUTRAL, _IGNORED, _REASONS)
+
+    @model_validator(mode="after")
+    def _tokens_are_scored(self) -> "ResponsesRequest":
+        if self.top_logprobs and not self.scored:
+            raise ValueError(f'top_logprobs ({self.top_logprobs}) needs include: ["{LOG_PROBABILITIES}"]')
+        return self
+
+    @property
+    def scored(self) -> bool:
+        """True if the text has the log-probabilities of its tokens."""
+        return LOG_PROBABILITIES in (self.include or ())
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -245,6 +262,8 @@ class ResponsesRequest(Component):
             "tool_choice": choice,
             "response_format": form,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "logprobs": self.scored,
+            "top_logprobs": self.top_logprobs,
         }
         same = ("model", "temperature", "top_p", "seed", "parallel_tool_calls", "chat_template_kwargs", "priority")
         return build_component(ChatRequest, fields | {name: getattr(self, name) for name in same}, "the request")

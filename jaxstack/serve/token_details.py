@@ -21,6 +21,8 @@ class Part:
       tokens: their ids, at the end with the stop token if there is one.
       scores: of each of these tokens; None for the first token of a prompt. Empty if the request asks for none.
       echoed: number of the first of these tokens that are the prompt's.
+      before: number of the first of these tokens that are not of the text: those of the reasoning, and around it.
+      after: number of the last of these tokens that are not of the text: those of calls, and the stop token.
       finish_reason: None until the answer ends.
       calls: tool calls in OpenAI's form, at the end of the answer.
       reasoning: what the tokens add to the reasoning before the text.
@@ -33,6 +35,8 @@ class Part:
     finish_reason: str | None = None
     calls: Sequence[Mapping[str, Any]] = ()
     reasoning: str = ""
+    before: int = 0
+    after: int = 0
 
     def __add__(self, other: "Part") -> "Part":
         tokens = (*self.tokens, *other.tokens)
@@ -40,7 +44,10 @@ class Part:
         text = self.text + other.text
         calls = (*self.calls, *other.calls)
         reasoning = self.reasoning + other.reasoning
-        return Part(text, tokens, scores, self.echoed + other.echoed, other.finish_reason, calls, reasoning)
+        echoed = self.echoed + other.echoed
+        before = self.before + other.before
+        after = self.after + other.after
+        return Part(text, tokens, scores, echoed, other.finish_reason, calls, reasoning, before, after)
 
 
 class TokenTexts:
@@ -106,6 +113,13 @@ class TokenDetails:
             fields["logprobs"] = self._of_chat(pairs) if self._chat else self._of_completion(pairs)
         return fields
 
+    def describe_text(self, part: Part) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the tokens of a part's text, without those of its reasoning and calls."""
+        if self._logprobs is None:
+            return []
+        own = slice(part.before, len(part.tokens) - part.after)
+        return self._entries([*zip(part.tokens, part.scores, strict=True)][own])
+
     def describe_prompt(self, prompt: Sequence[int], scores: Sequence[TokenScore | None]) -> dict[str, Any]:
         """Return the fields for the tokens of a prompt, in vLLM's form; `scores` are those after its first token."""
         fields: dict[str, Any] = {"prompt_token_ids": list(prompt)} if self._ids else {}
@@ -115,12 +129,15 @@ class TokenDetails:
         return fields
 
     def _of_chat(self, pairs: Sequence[tuple[int, TokenScore | None]]) -> dict[str, Any]:
+        return {"content": self._entries(pairs), "refusal": None}
+
+    def _entries(self, pairs: Sequence[tuple[int, TokenScore | None]]) -> list[dict[str, Any]]:
         content = []
         for token, score in pairs:
             assert score is not None
             best = [self._entry(other, value) for other, value in score.likeliest]
             content.append({**self._entry(token, score.log_probability), "top_logprobs": best})
-        return {"content": content, "refusal": None}
+        return content
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         text = self._texts.text_of(token)

@@ -139,21 +139,21 @@ class ToolReader:
         self._tools = tools
         self._form = form
         self._held = ""
-        self._calls = bool(tools.chosen)
+        self.calls = bool(tools.chosen)
         """True: all that follows is, or may be, calls."""
 
     def push(self, text: str) -> str:
         """Add generated text; return what is certainly no part of a call."""
         self._held += text
-        if self._calls or self._form is None:
+        if self.calls or self._form is None:
             return ""
         opening = self._form.opening
         if not opening:  # an answer that begins like JSON may be a call
             begun = self._held.lstrip()
-            self._calls = begun[:1] in ("{", "[")
-            return self._release(len(self._held) if begun and not self._calls else 0)
+            self.calls = begun[:1] in ("{", "[")
+            return self._release(len(self._held) if begun and not self.calls else 0)
         place = self._held.find(opening)
-        self._calls = place >= 0
+        self.calls = place >= 0
         if place < 0:
             place = len(self._held) - overlap(self._held, opening)
         return self._release(len(self._held[:place].rstrip()))
@@ -172,7 +172,7 @@ class ToolReader:
 
     def _read(self, text: str) -> list[ToolCall]:
         if not self._tools.chosen:
-            return self._form.parse(text) if self._form is not None and self._calls else []
+            return self._form.parse(text) if self._form is not None and self.calls else []
         try:
             value = json.loads(text)
         except ValueError:  # the answer has reached its token limit

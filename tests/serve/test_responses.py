@@ -6,11 +6,18 @@ import json
 import pytest
 
 from jaxstack.config.loader import build_component
+from jaxstack.data.tool_calls import EXAMPLE, derive_format
+from jaxstack.decoding.requests import Request
+from jaxstack.decoding.scores import TokenScore
 from jaxstack.errors import ConfigError
+from jaxstack.serve.answers import Readers, TextAnswer
 from jaxstack.serve.config import ServerConfig
-from jaxstack.serve.responses_request import ResponsesRequest
+from jaxstack.serve.reasoning import ReasoningReader
+from jaxstack.serve.responses_request import LOG_PROBABILITIES, ResponsesRequest
+from jaxstack.serve.token_details import Part, TokenDetails, TokenTexts
+from jaxstack.serve.tools import ToolReader, Tools
 from tests.serve.test_http import CITY, LIMITS, SCHEMA, ask, client, engine, listen, port  # noqa: F401 fixtures
-from tests.serve.test_reasoning import Says, tokenizer  # noqa: F401 fixture
+from tests.serve.test_reasoning import FORMATS, Says, tokenizer  # noqa: F401 fixture
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 TOOL = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
@@ -118,9 +125,63 @@ def test_a_model_answers_texts_and_in_a_given_form(client, port, engine):  # noq
     assert status == 400 and "this server keeps no responses: send the earlier" in answer["error"]["message"]
 
 
+def test_the_text_has_the_log_probabilities_of_the_chat_api(client):  # noqa: F811
+    """Whole and as events, where each piece of text has those of its tokens."""
+    options = {"model": "tiny", "temperature": 0, "top_logprobs": 2}
+    asked = {"input": "Hello", "max_output_tokens": 12, "include": [LOG_PROBABILITIES], **options}
+    found = client.responses.create(**asked)
+    assert found.top_logprobs == 2
+    chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": "Hello"}], max_tokens=12, logprobs=True, **options
+    )
+    scored = found.output[0].content[0].logprobs
+    wanted = [entry.to_dict() for entry in chat.choices[0].logprobs.content]
+    assert [entry.to_dict() for entry in scored] == wanted[: len(scored)] and len(scored) >= len(wanted) - 1 > 0
+    events = list(client.responses.create(stream=True, **asked))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [e.to_dict() for d in deltas for e in d.logprobs] == wanted[: len(scored)] and len(deltas) > 1
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [entry.to_dict() for entry in done.logprobs] == wanted[: len(scored)]
+    assert events[-1].response.output[0].content[0].logprobs == scored
+    plain = client.responses.create(input="Hello", max_output_tokens=12, model="tiny", temperature=0)
+    assert plain.output_text == found.output_text and plain.output[0].content[0].logprobs == []
+
+
+@pytest.mark.parametrize("size", [1, 3, 500])
+def test_only_tokens_of_the_text_have_log_probabilities(tokenizer, size):  # noqa: F811
+    """Not those of the reasoning, of what is around it, of a call, or a stop token, however many come at a time."""
+    one = CALL.replace("weather", EXAMPLE.name).replace('{"city": "Oslo"}', json.dumps(EXAMPLE.arguments))
+    form = derive_format(one, f"{one}\n{one}")
+    stop = tokenizer.special_tokens["<|im_end|>"]
+    details = TokenDetails(TokenTexts(tokenizer), chat=True, logprobs=0, prompt_logprobs=None, ids=False)
+    for said, call in (("I look.", CALL), ("It is <b>5.", "")):
+        request = Request([1], 500, stop_tokens=[stop])
+        reasoning = FORMATS["kept"]
+        assert form is not None and reasoning is not None
+        readers = Readers(ToolReader(Tools([{"type": "function", "function": TOOL}]), form), ReasoningReader(reasoning))
+        answer = TextAnswer(request, tokenizer, details, readers=readers)
+        tokens = tokenizer.encode_marked([f"<think>\nhm\n</think>\n\n{said}{call}"])[0][0].tolist()
+        request.scores = [TokenScore(-float(place), 1, ()) for place in range(len(tokens) + 1)]
+        whole = Part("")
+        for start in range(0, len(tokens), size):
+            request.append(tokens[start : start + size])
+            whole += answer.take() or Part("")
+        request.stop_token = stop
+        request.notify("stop")
+        whole += answer.take() or Part("")
+        assert (whole.text, whole.reasoning, len(whole.calls)) == (said, "hm", bool(call))
+        entries = details.describe_text(whole)
+        # The first characters of a call could be text, where its opening is no single token.
+        assert "".join(entry["token"] for entry in entries).startswith(said)
+        assert len(entries) < len(said) + len("<tool_call>")
+        assert entries[0]["logprob"] == -len("<think>\nhm\n</think>\n\n")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"top_logprobs": 2}, r'top_logprobs \(2\) needs include: \["message.output_text.logprobs"\]'),
+        ({"top_logprobs": 21, "include": [LOG_PROBABILITIES]}, "top_logprobs"),
         ({"background": True}, "background is not supported; this server keeps no responses"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"input": []}, "input"),
