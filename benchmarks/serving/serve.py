@@ -1,6 +1,7 @@
-"""The serving engine with random weights: random arrivals, even token times beside a long prompt, shared prefixes.
+"""The serving engine with random weights: throughput, first tokens, random arrivals, shared prefixes; beside vLLM.
 
     python benchmarks/serving/serve.py  # llama3-1b on a GPU, tiny on a CPU
+    python benchmarks/serving/serve.py llama3-8b --work latency throughput --vllm /opt/vllm/bin/python
     python benchmarks/serving/serve.py llama3-8b --work throughput --slots 384 --prompt 1000 --tokens 1000 \\
         --requests 768 --chunk 1024 --step-tokens 8192 --chunk-slowdown 100 --decode-steps 1 --shapes 1x1024 8x1024
     python benchmarks/serving/serve.py --long 8000 --chunk 256 --work interruption parallel.tensor=2
@@ -15,14 +16,20 @@ of prompts and answers per second (NanoFlow, Zhu et al. 2024, arXiv:2408.12757):
 (--peak, by default the data sheet's for bfloat16), P the parameters that multiply each token (without the input
 embedding; of experts those that a token uses). Its row has the tokens/s while all slots decode, the mean duration of
 each kind of program, the share of these durations in which the host waited for the device, and the share of the run
-in which nothing was dispatched; further rows have the device time of single programs, by kind of kernel.
+in which nothing was dispatched; further rows have the device time of single programs, by kind of kernel. latency:
+--batches prompts at once on an idle engine, the time until all have their first token, and of each further step.
+With --vllm, the Python of an environment with vLLM, it is measured before ours in throughput and latency, with the same
+requests (`benchmarks/peers/vllm_engine.py`); rows of ours then tell the ratio.
 All are greedy, through the library's API, after warm-up. `start_seconds` is the time that the engine takes to start; it
 compiles what is not in JAX's persistent compilation cache. Rows are appended to benchmarks/results/serve.jsonl.
 """
 
 import argparse
+import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,7 +42,7 @@ import jax
 import numpy as np
 
 from benchmarks.rows import append_rows, print_table
-from benchmarks.serving.generate import make_decoder
+from benchmarks.serving.generate import VOCABULARY, make_decoder
 from benchmarks.serving.serve_breakdown import program_rows
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.engine import Engine
@@ -45,8 +52,9 @@ from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, count_parameters
+from jaxstack.models.huggingface.families import choose_family
 from jaxstack.observe.throughput import dense_bf16_peak
-from jaxstack.run_config import load_config
+from jaxstack.run_config import RunConfig, load_config
 from jaxstack.serve.config import EngineConfig
 
 GREEDY = Sampling(temperature=0.0)
@@ -292,7 +300,57 @@ def chunk_shape(text: str) -> ChunkShape:
     return ChunkShape(int(rows), int(width))
 
 
-WORKS = {"arrivals": arrivals, "interruption": interruption, "prefix": prefix, "throughput": throughput}
+def latency(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield, for each number of prompts at once, the time to their first tokens, and that of each further step."""
+    random = np.random.default_rng(6)
+    sizes = config.model_copy(update={"prefix_cache": False, "slots": max(config.slots, *args.batches)})
+    engine, start = start_engine(decoder, sizes)
+
+    def seconds(batch: int, tokens: int) -> float:
+        prompts = random.integers(0, decoder.config.vocab_size, (batch, args.prompt)).tolist()
+        return timed(lambda: submit_all(engine, [(prompt, tokens) for prompt in prompts]))
+
+    with engine:
+        for batch in args.batches:
+            seconds(batch, 8)
+            first = float(np.median([seconds(batch, 1) for _ in range(args.turns)]))
+            whole = float(np.median([seconds(batch, args.tokens) for _ in range(args.turns)]))
+            yield latency_row(batch, first, (whole - first) / (args.tokens - 1)) | {"start_seconds": start}
+
+
+def latency_row(batch: int, first: float, step: float) -> dict[str, Any]:
+    """Return the row of a batch whose first tokens and further steps take these seconds."""
+    return {"variant": f"{batch} at once", "first_token_milliseconds": 1e3 * first, "milliseconds_per_step": 1e3 * step,
+            "seconds_per_token": step / batch}  # fmt: skip
+
+
+def vllm_rows(config: RunConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of vLLM on the same requests, each with its `work`; print the end of its errors if it fails."""
+    model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or VOCABULARY})
+    _, keys = choose_family(model)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps({**keys, "torch_dtype": "bfloat16"}), encoding="utf-8")
+        sizes = {"requests": args.requests, "prompt": args.prompt, "tokens": args.tokens, "turns": args.turns}
+        words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+        words += ["--batches", *map(str, args.batches), "--work", *(set(args.work) & {"latency", "throughput"})]
+        words += ["--cache-fp8"] if config.precision.kv_cache == "fp8" else []
+        script = Path(__file__).resolve().parents[1] / "peers" / "vllm_engine.py"
+        done = subprocess.run([args.vllm, script, folder, *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print("vLLM failed:", *(done.stdout + done.stderr).strip().splitlines()[-40:], sep="\n", flush=True)
+    for found in (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"work"')):
+        if found["work"] == "latency":
+            row = latency_row(found.pop("batch"), found.pop("first"), found.pop("step"))
+        else:
+            seconds = found.pop("seconds")
+            row = {"variant": f"{args.requests} requests", "seconds_per_token": seconds / args.requests / args.tokens,
+                   "measured_seconds": seconds}  # fmt: skip
+        yield {"implementation": f"vllm {found.pop('vllm')}", **found, **row}
+
+
+WORKS = {
+    "arrivals": arrivals, "interruption": interruption, "prefix": prefix, "throughput": throughput, "latency": latency
+}  # fmt: skip
 
 
 def main() -> int:
@@ -321,6 +379,8 @@ def main() -> int:
     parser.add_argument("--context", type=int, help="tokens of a sequence at most (default: as many as are needed)")
     parser.add_argument("--kernels", type=Path, help="folder for the time of each kernel (throughput)")
     parser.add_argument("--page", type=int, default=16, help="tokens per page")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="prompts at once, of latency")
+    parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM, to be measured too")
     parser.add_argument("--no-rows", action="store_true", help="print the rows only")
     args = parser.parse_intermixed_args()
     overrides = [word for word in args.words if "=" in word]
@@ -328,8 +388,21 @@ def main() -> int:
     name = next((word for word in args.words if "=" not in word), "tiny" if small else "llama3-1b")
     given = any(word.startswith("parallel.") for word in overrides)
     config = load_config(None, [f"model.preset={name}", "model.scan_layers=false", *overrides])
-    decoder = make_decoder(config, given)
     rows: list[dict[str, Any]] = []
+
+    def keep(work: str, **row: Any) -> None:
+        dtype = config.precision.compute_dtype(jax.devices()[0].platform)
+        named = f"serve {name} {work} prompt {args.prompt} tokens {args.tokens} slots {args.slots} {dtype}"
+        if "seconds_per_token" in row:
+            row["tokens_per_second_per_device"] = 1 / row.pop("seconds_per_token") / row.get("devices", 1)
+        rows.append({"work": named, "device": jax.devices()[0].device_kind, **row})
+        if not args.no_rows:  # at once, as a later measurement may fail
+            append_rows("serve", rows[-1:])
+
+    if args.vllm:  # first, while the memory is free
+        for row in vllm_rows(config, args):
+            keep(**row)
+    decoder = make_decoder(config, given)
     for work in args.work:
         room = args.long + 64 if work == "interruption" else args.prompt + args.tokens
         room = args.shared + min(args.tokens, 64) if work == "prefix" else room
@@ -338,19 +411,20 @@ def main() -> int:
             step_tokens=args.step_tokens, page_size=args.page, decode_steps=args.decode_steps,
             queue=args.requests + args.slots, half_batches_from=args.half_batches_from,
         )  # fmt: skip
-        common = {
-            "work": f"serve {name} {work} prompt {args.prompt} tokens {args.tokens} slots {args.slots} "
-            f"{decoder.module.dtype}",
-            "implementation": "jaxstack", "device": jax.devices()[0].device_kind, "devices": decoder.rules.mesh.size,
-            "decode_steps": args.decode_steps,
-        }  # fmt: skip
         for row in WORKS[work](decoder, sizes, args):
-            if "seconds_per_token" in row:
-                row["tokens_per_second_per_device"] = 1 / row.pop("seconds_per_token") / decoder.rules.mesh.size
-            rows.append({**common, **row})
-            if not args.no_rows:  # at once, as a later measurement may fail
-                append_rows("serve", rows[-1:])
-    shown = ("work", "variant", "milliseconds", "tokens_per_second_per_device", "times_sequential", "times_alone")
+            keep(
+                work, implementation="jaxstack", devices=decoder.rules.mesh.size, decode_steps=args.decode_steps, **row
+            )
+    shown = (
+        "work",
+        "implementation",
+        "variant",
+        "milliseconds",
+        "milliseconds_per_step",
+        "tokens_per_second_per_device",
+        "times_sequential",
+        "times_alone",
+    )
     first = ("first_token_milliseconds", "first_token_times_without")
     print_table(
         rows, (*shown, "steady_tokens_per_second", "share_of_optimum", "times_without", *first, "start_seconds")

@@ -113,10 +113,11 @@ class Decoder(ModelOnMesh):
     def _open_engine(self, prompts: int, longest: int, max_tokens: int) -> Engine:
         """Return an engine whose steps have the batch's shape; the last one if it is large enough."""
         room = self._room(prompts, longest, max_tokens)
+        rows = -(-prompts // self.batch_unit) * self.batch_unit
         width = self.padded_length(longest)
-        while room.slots * width > _STEP_TOKENS and width > _BLOCK:
+        while rows * width > _STEP_TOKENS and width > _BLOCK:
             width = -(-width // 2)
-        shapes = StepShapes((room.slots,), (ChunkShape(room.slots, width),), constant_steps=True)
+        shapes = StepShapes((room.slots,), (ChunkShape(rows, width),), constant_steps=True)
         last = self._engine
         if last is None or last.config.slots != room.slots or last.context < room.length:
             self._free_cache()

@@ -367,7 +367,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compile and time all programs of the engine now, so that no request has to wait for a compilation."""
         page = self.pool.allocate(1) or []
-        seconds = self._runner.warm_up(self.scheduler.shapes, page)
+        seconds = self._runner.warm_up(self.scheduler.shapes, page, self.scheduler.shapes_alone)
         self.pool.release(page)
         self.scheduler.shapes_beside = partial(seconds.shapes_within, self.config.chunk_slowdown)
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxstack.decoding.cache_room import make_cache
 from jaxstack.decoding.decode import Params, cast_matrices
 from jaxstack.decoding.decoder import Decoder
-from jaxstack.decoding.rows import Column, Pages, RecentTokens, RowTokens, pack_rows, sampled_states, split_packed
+from jaxstack.decoding.rows import Column, Pages, RecentTokens, RowTokens, pack_rows, sampled_logits, split_packed
 from jaxstack.decoding.step import Programs
 from jaxstack.models.layer import CacheRoom, Context, LayerCache
 from jaxstack.models.transformer import Transformer
@@ -254,7 +254,7 @@ class WindowPrograms(Programs):
         """Return the logits after the tokens to sample from, given the last layer's output and the output head."""
         with logical_axis_rules(self.model.rules):
             model = self.window_model.merge({**others, self.window_model.head: head})
-            return model.logits(sampled_states(split_packed(model.leave(x)[0], groups)))
+            return sampled_logits(model, split_packed(model.leave(x)[0], groups))
 
 
 def _bytes(tree: PyTree) -> int:

@@ -135,13 +135,20 @@ def split_packed(hidden: Float[Array, "T D"], groups: Sequence[RowTokens]) -> li
     """Split the hidden states of packed tokens into those of each group of rows."""
     ends = np.cumsum([tokens.size for _, tokens in groups])
     parts = jnp.split(hidden, ends[:-1])
-    return [part.reshape(*tokens.shape, -1) for part, (_, tokens) in zip(parts, groups, strict=True)]
+    return [part.reshape(*tokens.shape, hidden.shape[-1]) for part, (_, tokens) in zip(parts, groups, strict=True)]
 
 
-def sampled_states(hidden: Sequence[Float[Array, "R C D"]]) -> Float[Array, "all D"]:
-    """Return the states after which tokens are sampled: all of the decoded rows, the last of each prompt chunk."""
+def sampled_logits(model: Transformer, hidden: Sequence[Float[Array, "R C D"]]) -> Float[Array, "all V"]:
+    """Return the logits to sample from: after all tokens of the decoded rows, and the last one of each prompt chunk.
+
+    A single one is computed with that of the token before it: XLA computes a matmul of one row as a product and a sum,
+    and in bfloat16 writes the product to memory, which takes three times the bytes of the weights.
+    """
     decoded, *chunks = hidden
-    return jnp.concatenate([decoded.reshape(-1, decoded.shape[-1]), *(part[:, -1] for part in chunks)])
+    states = jnp.concatenate([decoded.reshape(-1, decoded.shape[-1]), *(part[:, -1] for part in chunks)])
+    if len(states) == 1 and chunks and chunks[0].shape[1] > 1:
+        return model.logits(chunks[0][0, -2:])[1:]
+    return model.logits(states)
 
 
 def _split(rows: Int[Array, "R columns"], tokens: Int[Array, "R C"]) -> tuple[list[RowTokens], int]:
@@ -170,7 +177,7 @@ def rows_at_step(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Arr
 def pack_rows(
     groups: Sequence[RowTokens], pages: int, page_size: int, *, drafts: int | None = None
 ) -> tuple[Int[Array, " T"], Int[Array, " T"], PageSlots]:
-    """Flatten groups of rows of tokens; return ids, positions and cache places of all tokens.
+    """Flatten groups of rows of tokens; return ids, positions and cache places of all tokens, without empty groups.
 
     Args:
       pages, page_size: sizes of the cache, see `page_counts`.
@@ -178,7 +185,7 @@ def pack_rows(
     """
     packed = [_pack(rows, tokens.shape[1], pages, page_size) for rows, tokens in groups]
     positions, write, places = zip(*packed, strict=True)
-    places = tuple(group._replace(drafts=number == drafts) for number, group in enumerate(places))
+    places = tuple(group._replace(drafts=number == drafts) for number, group in enumerate(places) if len(group.table))
     ids = [jnp.asarray(tokens).ravel() for _, tokens in groups]
     return jnp.concatenate(ids), jnp.concatenate(positions), PageSlots(jnp.concatenate(write), places)
 

@@ -151,18 +151,21 @@ class Runner:
             return self._steps
         return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds, 1e-6))))
 
-    def warm_up(self, shapes: Sequence[ChunkShape], page: Sequence[int]) -> StepSeconds:
+    def warm_up(
+        self, shapes: Sequence[ChunkShape], page: Sequence[int], alone: Sequence[ChunkShape] = ()
+    ) -> StepSeconds:
         """Compile the programs for all batch sizes and prompt-chunk shapes; return the seconds that their steps take.
 
         Args:
           shapes: shapes of prompt chunks.
           page: number of one allocated KV-cache page, as a sequence of length 1; timing overwrites it. Empty: chunks
             are timed at the start of prompts only.
+          alone: those of the shapes that also run without decoded rows.
         """
         with self._compiling():
-            self._run_all(shapes)
+            self._run_all(shapes, alone)
         # The first run of a program may still allocate and initialize, which no request should wait for.
-        self._run_all(shapes)
+        self._run_all(shapes, alone)
         rows = self.programs.describe([], self._slots)
         decode = seconds_of(lambda: self._run_empty(rows, None, None))
         at_start = dict[ChunkShape, float]()
@@ -178,7 +181,7 @@ class Runner:
         """Return a context in which programs are compiled in threads instead of run."""
         return self.programs.compiling()
 
-    def _run_all(self, shapes: Sequence[ChunkShape]) -> None:
+    def _run_all(self, shapes: Sequence[ChunkShape], alone: Sequence[ChunkShape]) -> None:
         """Run each program once, on padding only: all batch sizes, prompt-chunk shapes and ways of sampling."""
         totals = set[int]()
         for count in self._row_counts:
@@ -187,10 +190,10 @@ class Runner:
             if self._steps > 1:
                 self.programs.run_steps(rows, 0, self._steps, "greedy")
             totals.add(count * self._width)
-        rows = self.programs.describe([], self._slots)
-        for shape in shapes:
+        for count, shape in [*((self._slots, shape) for shape in shapes), *((0, shape) for shape in alone)]:
+            rows = self.programs.describe([], count)
             self._run_each(rows, self.programs.describe([], shape.rows), pad_chunks([], shape))
-            totals.add(self._slots * self._width + shape.rows)
+            totals.add(count * self._width + shape.rows)
         self._sample_padding(totals)
         if self.programs.room.snapshots:
             self._copy_states([(0, 0)])
@@ -281,7 +284,7 @@ class Runner:
     def _row_count(self, plan: StepPlan) -> int:
         """Return the compiled batch size to which the decoded sequences of a step are padded."""
         if plan.shape is not None:
-            return self._slots
+            return 0 if plan.alone else self._slots
         return next(count for count in self._row_counts if count >= len(plan.decoded))
 
     def _run_steps(self, plan: StepPlan) -> Int[Array, "steps rows"]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from jaxstack.decoding.pages import PagePool, page_digest
 from jaxstack.decoding.requests import Request
-from jaxstack.decoding.step_shapes import ChunkShape, choose_shape
+from jaxstack.decoding.step_shapes import ChunkShape, choose_shape, widest_shapes
 
 _STATE_TOKENS = 64
 """Tokens that recurrent layers compute at a time. Chunks of prompts end at their multiples, so that the rest of a
@@ -62,6 +62,7 @@ class StepPlan:
       chunks: prompt-chunk rows.
       shape: shape that the chunks are padded to; None without chunks.
       steps: number of decode steps; 1 with chunks or drafts.
+      alone: the chunks run in a program without decoded rows, see `widest_shapes`.
       restored: rows of the caches of fixed size that are copied before the step, (from, to): snapshots to slots.
       kept: those that are copied after it: slots to snapshots.
     """
@@ -72,6 +73,7 @@ class StepPlan:
     steps: int = 1
     restored: Sequence[tuple[int, int]] = ()
     kept: Sequence[tuple[int, int]] = ()
+    alone: bool = False
 
     @property
     def rows(self) -> list[Row]:
@@ -132,6 +134,11 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         """Prompt tokens that were looked up in the prefix cache, and that were found."""
+
+    @property
+    def shapes_alone(self) -> Sequence[ChunkShape]:
+        """Shapes of the chunks that run without decoded rows where nothing is decoded: none with drafts."""
+        return () if self.draft_tokens else widest_shapes(self.shapes)
 
     def add(self, request: Request) -> None:
         """Put a new request into the waiting queue, after those that start before it."""
@@ -359,7 +366,8 @@ class Scheduler:
         steps = max((row.count - len(row.drafts) for row in decoded), default=1)
         restored = self._restored
         self._restored = []
-        return StepPlan(decoded, chunks, shape, steps, restored, kept)
+        alone = not decoded and shape in self.shapes_alone
+        return StepPlan(decoded, chunks, shape, steps, restored, kept, alone)
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from jaxstack.decoding.logit_changes import (
     put_changes,
 )
 from jaxstack.decoding.requests import Request
-from jaxstack.decoding.rows import Column, Pages, RecentTokens, decode_rows, rows_at_step, run_rows, sampled_states
+from jaxstack.decoding.rows import Column, Pages, RecentTokens, decode_rows, rows_at_step, run_rows, sampled_logits
 from jaxstack.decoding.sampling import Mode, RowSampling, Sampling, apply_bitmask, log_probabilities, sample_rows
 from jaxstack.decoding.schedule import Row
 from jaxstack.decoding.scores import pack_scores
@@ -407,7 +407,7 @@ class Programs:
                     jnp.where(columns == place, again[:, -1:], jnp.pad(drafts, ((0, 0), (1, 0), (0, 0)))),
                     *others,
                 ]
-            return model.logits(sampled_states(hidden)), pages, hidden if self.keeps_states else []
+            return sampled_logits(model, hidden), pages, hidden if self.keeps_states else []
 
     def _sample_step(
         self,

@@ -74,6 +74,16 @@ class StepSeconds(NamedTuple):
         return tuple(shape for shape, took in seconds.items() if took <= limit)
 
 
+def widest_shapes(shapes: Sequence[ChunkShape]) -> list[ChunkShape]:
+    """Return the shapes of at least as many tokens as the widest row has.
+
+    Where nothing else runs, prompts that fill them are computed by programs without decoded rows: a lone prompt waits
+    for no padding. Smaller shapes are computed beside decoded rows, so that fewer programs are compiled.
+    """
+    widest = max(shape.width for shape in shapes)
+    return [shape for shape in shapes if shape.rows * shape.width >= widest]
+
+
 def decode_batch_sizes(slots: int) -> tuple[int, ...]:
     """Return the decode batch sizes to compile, smallest first: `slots`, a quarter of it and so on, down to 2.
 
