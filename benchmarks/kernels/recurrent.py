@@ -1,14 +1,20 @@
 """Recurrent mixers, forward and with gradients: ours, flash-linear-attention and mamba_ssm, in turn.
 
-    python benchmarks/kernels/recurrent.py                 # errors, then all rows
+    python benchmarks/kernels/recurrent.py                 # errors of ours, all rows, errors of peers
     python benchmarks/kernels/recurrent.py --only ssd      # works whose name contains the word
     python benchmarks/kernels/recurrent.py --implementations 'jaxstack mosaic' mamba_ssm
     python benchmarks/kernels/recurrent.py --tiny          # ours at tiny sizes, on any device; rows go to tiny/
 
 Works are the gated delta rule, with the normalization of queries and keys, and Mamba-2's state space layer (SSD) with
 one group of b and c. Peers are measured where they are installed: `fla-core`, whose SSD is its simple gated linear
-attention, of inputs repeated for each head before the time begins; and the Triton kernels of `mamba_ssm`, of which no
-extension is imported. jax and torch have one process each, which takes turns with the other work by work.
+attention, of inputs repeated for each head before the time begins; and the Triton kernels of `mamba_ssm`. Only the
+modules of these kernels are imported: neither their packages' other layers nor compiled extensions.
+
+jax and torch have one process each, which takes turns with the other work by work. A peer's kernels choose among tens
+of configurations at the first call with a number of heads; all of them are compiled at once, and the kernels are named
+on standard error as they are tuned. A process that takes longer than `--timeout` is ended and started again for the
+next work; what it compiled and chose stays in Triton's cache. Errors of peers are measured after the rows, in shapes
+for which their kernels are tuned by then.
 
 `copy_milliseconds` is the time in which a copy reads and writes as many bytes as inputs, outputs and gradients have,
 each once: no kernel is faster. A backward that an implementation refuses to compute is `refused` in its row. Rows are
@@ -27,8 +33,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +90,16 @@ WORKS = [
     Work("ssd", 1, 32768, 1, 64, 64, 128),
 ]
 TINY = [Work("delta", 1, 128, 1, 2, 16, 16), Work("ssd", 1, 128, 1, 2, 8, 16)]
-SMALL = [Work("delta", 2, 512, 2, 4, 128, 128), Work("ssd", 2, 512, 1, 4, 64, 128)]
-"""What the errors are measured at."""
+SMALL = [delta(2, 512, 16, 32), Work("ssd", 2, 512, 1, 64, 64, 128)]
+"""What the errors are measured at: few tokens of the heads of `WORKS`, by which peers tune their kernels."""
 FLOAT32 = ("log_decay", "beta", "dt", "a")
 """Inputs that are not in bfloat16."""
 OURS = {"jaxstack": None, "jaxstack mosaic": "mosaic", "jaxstack xla": "xla"}
 """Implementation of ours -> its backend; None: the one that is chosen."""
 PEERS = {"flash-linear-attention": "fla", "mamba_ssm": "mamba_ssm"}
-"""Implementation in torch -> its module."""
+"""Implementation in torch -> its package."""
+BARE = ("fla", "fla.ops", "fla.modules", "mamba_ssm")
+"""Packages whose own imports are skipped: they are of every layer and model, and of compiled extensions."""
 OPERATIONS = {"mamba_ssm": ("ssd",)}
 """Implementation -> what it computes, if not all operations."""
 NORM_EPSILON = 1e-6
@@ -245,12 +255,12 @@ def torch_inputs(work: Work) -> tuple[dict[str, Any], Any]:
 def torch_call(implementation: str, work: Work, inputs: dict[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
     """Return a call that gives the output, and the tensors that it takes gradients of."""
     if implementation == "mamba_ssm":
-        combined = mamba_kernels().mamba_chunk_scan_combined
+        combined = import_kernels("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
         return lambda: combined(*inputs.values(), chunk_size=256), inputs
     if work.operation == "delta":
-        rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        rule = import_kernels("fla.ops.gated_delta_rule").chunk_gated_delta_rule
         return lambda: rule(*inputs.values(), use_qk_l2norm_in_kernel=True)[0], inputs
-    attend = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+    attend = import_kernels("fla.ops.simple_gla").chunk_simple_gla
     x, dt, a, b, c = (array.detach() for array in inputs.values())
     repeats = work.heads // work.keys
     taken = {
@@ -261,15 +271,39 @@ def torch_call(implementation: str, work: Work, inputs: dict[str, Any]) -> tuple
     return lambda: attend(*taken.values(), scale=1.0)[0], taken
 
 
-def mamba_kernels() -> Any:
-    """Return mamba_ssm's module of SSD in Triton, without its package's own imports, which need compiled extensions."""
-    if "mamba_ssm" not in sys.modules:
-        spec = importlib.util.find_spec("mamba_ssm")
+def import_kernels(module: str) -> Any:
+    """Return a module of a peer, imported without the `__init__.py` of the packages in `BARE`."""
+    root = module.partition(".")[0]
+    for name in BARE:
+        if name.partition(".")[0] != root or name in sys.modules:
+            continue
+        spec = importlib.util.find_spec(name)
         assert spec is not None and spec.submodule_search_locations is not None
-        package = types.ModuleType("mamba_ssm")
+        package = types.ModuleType(name)
         package.__path__ = list(spec.submodule_search_locations)
-        sys.modules["mamba_ssm"] = package
-    return importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+        vars(package)["__version__"] = version_of(root)
+        sys.modules[name] = package
+    return importlib.import_module(module)
+
+
+def tune_in_parallel() -> None:
+    """Let Triton compile the configurations that a kernel is tuned over in parallel; name the kernel on stderr."""
+    from triton.runtime import autotuner
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    prune = autotuner.Autotuner.prune_configs
+
+    def prune_and_compile(self: Any, kwargs: dict[str, Any]) -> list[Any]:
+        configs = prune(self, kwargs)
+        began = time.perf_counter()
+        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            for config in configs:
+                self.fn.run(**self.nargs, **{**kwargs, "warmup": True}, **config.all_kwargs())
+        seconds = time.perf_counter() - began
+        print(f"compiled {self.base_fn.__name__}, {len(configs)} ways, in {seconds:.1f} s", file=sys.stderr, flush=True)
+        return configs
+
+    autotuner.Autotuner.prune_configs = prune_and_compile
 
 
 def time_torch(implementation: str, work: Work) -> dict[str, Any]:
@@ -289,7 +323,7 @@ def time_torch(implementation: str, work: Work) -> dict[str, Any]:
     with torch.no_grad():
         forward = 1e3 * median_seconds(call, wait)
     row: dict[str, Any] = {
-        "implementation": f"{implementation} {version_of(PEERS[implementation])}",
+        "implementation": f"{implementation} {version_of(PEERS[implementation])}".strip(),
         "device": torch.cuda.get_device_name(0), "forward_milliseconds": forward,
     }  # fmt: skip
     try:
@@ -301,9 +335,10 @@ def time_torch(implementation: str, work: Work) -> dict[str, Any]:
     return row
 
 
-def version_of(module: str) -> str:
-    """Return the version of the package that an installed module belongs to."""
-    return importlib.metadata.version(importlib.metadata.packages_distributions()[module][0])
+def version_of(package: str) -> str:
+    """Return the version of an installed package; empty if it was not installed as one, such as from a copy."""
+    found = importlib.metadata.packages_distributions().get(package)
+    return importlib.metadata.version(found[0]) if found else ""
 
 
 def results_torch(implementation: str, work: Work) -> dict[str, np.ndarray]:
@@ -335,6 +370,8 @@ TASKS: dict[tuple[str, str], Callable[[str, Work], Mapping[str, Any]]] = {
 
 def serve(framework: str) -> None:
     """Answer the requests on standard input, one a line; results that are arrays go to the file that is asked for."""
+    if framework == "torch":
+        tune_in_parallel()
     for line in sys.stdin:
         request = json.loads(line)
         try:
@@ -494,10 +531,13 @@ def main() -> int:
     checked = [work for work in (TINY if args.tiny else SMALL) if any(work.operation == w.operation for w in works)]
     rows = []
     try:
-        good = args.skip_checks or check_errors(processes, implementations, checked)
+        ours, peers = ([name for name in implementations if (name in PEERS) == peer] for peer in (False, True))
+        good = args.skip_checks or check_errors(processes, ours, checked)
         for row in measure_all(processes, implementations, works):
             rows.append(row)
             append_rows(script, [row])
+        if peers and not args.skip_checks:
+            check_errors(processes, peers, checked)
     finally:
         for process in processes.values():
             process.close()

@@ -1,5 +1,7 @@
 """What the benchmark of the recurrent mixers computes, counts and reports."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,22 @@ def test_peers_compute_what_they_can(monkeypatch, capsys):
     monkeypatch.setattr(recurrent.importlib.util, "find_spec", lambda name: None)
     assert recurrent.installed(names) == ["jaxstack"]
     assert "no rows of flash-linear-attention, mamba_ssm" in capsys.readouterr().out
+
+
+def test_kernels_of_a_peer_are_imported_without_its_layers(tmp_path, monkeypatch):
+    for folder in ("peer", "peer/ops", "peer/ops/rule"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("raise ImportError('a compiled extension')")
+    (tmp_path / "peer/ops/rule/__init__.py").write_text("from peer import __version__\nfrom peer.ops.chunk import run")
+    (tmp_path / "peer/ops/chunk.py").write_text("def run():\n    return 7")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(recurrent, "BARE", ("other", "peer", "peer.ops"))
+    try:
+        module = recurrent.import_kernels("peer.ops.rule")
+        assert module.run() == 7 and module.__version__ == ""
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "peer"]:
+            del sys.modules[name]
 
 
 def test_a_refused_backward_and_a_failure_are_reported(monkeypatch, capsys):
