@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -297,21 +297,13 @@ def load_decoder(
     return Decoder(module, params, initial_variables(module), rules, vocab_size=vocab_size)
 
 
-class RewardModel:
-    """A trained reward model, which gives rewards to texts of token ids; see `load_reward_model`.
+class RewardHead(NamedTuple):
+    """The head of a reward model, with the chats that it was trained on."""
 
-    Args:
-      module: the model with its reward head.
-      params: its parameters.
-      chats: the tokenizer and the chat template that it was trained with.
-    """
-
-    def __init__(self, module: ModuleArrays, params: Params, chats: "Chats"):
-        self.tokenizer = chats.tokenizer
-        self._chats = chats
-        self._params = params
-        non_params = initial_variables(module)
-        self._rewards = jax.jit(lambda params, *batch: module.merge(params, non_params).rewards(*batch)[0])
+    weights: np.ndarray
+    """Map the final hidden state of a text's last token to its reward, [D] float32."""
+    chats: "Chats"
+    """The tokenizer and the chat template."""
 
     def encode(self, prompt: str | Sequence[Mapping[str, Any]], answer: str) -> list[int]:
         """Return a prompt (a text or messages) with its answer as token ids, as the model was trained on them.
@@ -319,7 +311,42 @@ class RewardModel:
         Raises:
           ConfigError: the answer is empty, or one of them contains special tokens.
         """
-        return import_chat().encode_answer(prompt, answer, self._chats).tolist()
+        return import_chat().encode_answer(prompt, answer, self.chats).tolist()
+
+
+def find_reward_head(directory: str | Path, *, step: int | None = None) -> RewardHead | None:
+    """Return the head of a run that trained a reward model; None: the directory holds another model.
+
+    Args:
+      directory: run directory, or directory of a Hugging Face checkpoint.
+      step: step of the checkpoint; default: the newest.
+    """
+    stored = StoredModel.open(directory)
+    if not isinstance(stored, TrainingRun) or not stored.is_reward_model:
+        return None
+    return _read_reward_head(stored, step)
+
+
+def _read_reward_head(stored: TrainingRun, step: int | None) -> RewardHead:
+    head = stored.read_reward_head(step)
+    return RewardHead(head, import_chat().open_chats(run_config(stored).data.chat, stored.tokenizer))
+
+
+class RewardModel:
+    """A trained reward model, which gives rewards to texts of token ids; see `load_reward_model`.
+
+    Args:
+      module: the model with its reward head.
+      params: its parameters.
+      head: its head, with the chats that it was trained on.
+    """
+
+    def __init__(self, module: ModuleArrays, params: Params, head: RewardHead):
+        self.tokenizer = head.chats.tokenizer
+        self.encode = head.encode
+        self._params = params
+        non_params = initial_variables(module)
+        self._rewards = jax.jit(lambda params, *batch: module.merge(params, non_params).rewards(*batch)[0])
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the reward of each sequence of token ids, [B] float32, read at its last token, the stop token."""
@@ -351,7 +378,7 @@ def load_reward_model(directory: str | Path, overrides: Sequence[str] = (), *, s
     stored = StoredModel.open(directory)
     if not isinstance(stored, TrainingRun):
         raise ConfigError(f"{directory} is no run, and so no reward model that jaxstack.train made.")
-    head = stored.read_reward_head(step)
+    head = _read_reward_head(stored, step)
     config = run_config(stored, overrides)
     if not sets_layout(overrides):
         simulated = config.parallel.simulate_devices
@@ -366,8 +393,7 @@ def load_reward_model(directory: str | Path, overrides: Sequence[str] = (), *, s
 
     module = ModuleArrays(make)
     wanted, _ = module.split_added(cast_shapes(module, setting.rules))
-    chats = import_chat().open_chats(config.data.chat, stored.tokenizer)
-    return RewardModel(module, {**stored.read(wanted, unrolled, step=step), "reward_head": head}, chats)
+    return RewardModel(module, {**stored.read(wanted, unrolled, step=step), "reward_head": head.weights}, head)
 
 
 def check_finite(params: Params, stored: StoredModel) -> None:

@@ -98,15 +98,17 @@ def _serve(args: argparse.Namespace) -> None:
         from jaxstack.serve.answers import ChatFormatter
         from jaxstack.serve.engine import open_engine
         from jaxstack.serve.listen import bind, serve
+        from jaxstack.serve.pair_scores import Classifier
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'jaxstack[serve]'.") from None
     bound = bind(args.host, args.port)
     with contextlib.closing(bound):
         from jaxstack.run.adapters import read_adapter
-        from jaxstack.run.load import load
+        from jaxstack.run.load import find_reward_head, load
 
         with doing("loading the model"):
             run = load(args.run, others, step=args.step, report=_report)
+            head = find_reward_head(args.run, step=args.step)
             read = partial(read_adapter, model=run.config.model)
             adapters = {named: read(directory) for named, directory in map(_adapter, args.adapter)}
             engine_config = _with_places(config.engine, adapters)
@@ -130,7 +132,17 @@ def _serve(args: argparse.Namespace) -> None:
         with engine, doing(None):
             for named, matrices in adapters.items():
                 engine.load_adapter(named, matrices)
-            serve(engine, tokenizer, name, config.server, bound, api_key=key, read_adapter=read, report=_report)
+            serve(
+                engine,
+                tokenizer,
+                name,
+                config.server,
+                bound,
+                api_key=key,
+                read_adapter=read,
+                classifier=None if head is None else Classifier(head.weights, head.encode),
+                report=_report,
+            )
 
 
 def _adapter(argument: str) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from jaxstack.models.adapter_stack import AdapterMatrices
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.http import Server
+from jaxstack.serve.pair_scores import Classifier
 from jaxstack.serve.protocol import error_body
 
 _REFUSAL_SECONDS = 5
@@ -131,17 +132,27 @@ def serve(
     *,
     api_key: str | None = None,
     read_adapter: Callable[[Path], AdapterMatrices] | None = None,
+    classifier: Classifier | None = None,
     report: Callable[[str], None] = print,
 ) -> None:
     """Serve HTTP requests until SIGTERM or Ctrl-C; then refuse new requests and wait for the running ones to end.
 
     Args:
-      engine, tokenizer, name, config, api_key, read_adapter: as in `jaxstack.serve.http.Server`.
+      engine, tokenizer, name, config, api_key, read_adapter, classifier: as in `jaxstack.serve.http.Server`.
       bound: the socket, from `bind`.
       report: called with a line of text when the server is ready and when it ends.
     """
     loopback = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
-    server = Server(engine, tokenizer, name, config, api_key=api_key, loopback=loopback, read_adapter=read_adapter)
+    server = Server(
+        engine,
+        tokenizer,
+        name,
+        config,
+        api_key=api_key,
+        loopback=loopback,
+        read_adapter=read_adapter,
+        classifier=classifier,
+    )
     settings = uvicorn_settings(server)
 
     class ReportingServer(uvicorn.Server):

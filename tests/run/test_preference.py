@@ -4,17 +4,20 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import jaxstack.evaluate as evaluate
 import jaxstack.train as command
+from jaxstack.decoding.engine import Engine
 from jaxstack.errors import ConfigError
 from jaxstack.reinforce.rewards import Model, Rewards, Sample
 from jaxstack.run.convert import export_checkpoint
-from jaxstack.run.load import load_reward_model
+from jaxstack.run.load import find_reward_head, load, load_reward_model
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
+from jaxstack.serve.config import EngineConfig
 from tests.word_models import make_chat_model
 
 WORDS = [*"abcdef", "what", "is", "it", "yes", "no"]
@@ -114,6 +117,14 @@ def test_a_reward_model_is_trained_with_adapters_stopped_and_loaded(folder, tune
     rewards = score(ids)
     assert rewards.shape == (2,) and rewards[0] > rewards[1]
     assert score.encode("what is b", "it is b yes") == ids[0]
+    head = find_reward_head(folder / "reward")
+    assert head is not None and head.encode("what is b", "no") == ids[1] and find_reward_head(folder / "dpo") is None
+    run = load(folder / "reward")
+    with Engine(run.decoder, EngineConfig(slots=2, context=64, chunk=64), warm_up=False) as engine:
+        pooled = [engine.embed(prompt) for prompt in ids]
+        assert all(len(request.result()) == 1 for request in pooled)
+    served = [np.asarray(request.pooled)[1] @ head.weights for request in pooled]
+    np.testing.assert_allclose(served, rewards, rtol=2e-2, atol=2e-3)
     with Rewards([Model(path=str(folder / "reward"), weight=2)], load_reward_model) as model:
         assert model([Sample([{"role": "user", "content": "what is b"}], "it is b yes")])[0].total == 2 * rewards[0]
     export_checkpoint(folder / "reward", folder / "classifier", warn=lambda _: None)

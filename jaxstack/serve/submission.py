@@ -1,0 +1,333 @@
+"""Requests of HTTP clients as requests to the engine: checked, encoded, submitted, and their answers collected."""
+
+import asyncio
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+
+import numpy as np
+from jaxtyping import Float
+from starlette.requests import Request
+
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.decoding import requests as generation
+from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.serve.answers import Answers, ChatFormatter, Readers, Refused, TextAnswer, collect
+from jaxstack.serve.bodies import refuse_on_error
+from jaxstack.serve.chat_request import ChatRequest
+from jaxstack.serve.config import ServerConfig
+from jaxstack.serve.engine import EngineGroup
+from jaxstack.serve.grammar import GrammarConstraint, Grammars, Kind
+from jaxstack.serve.metrics import Metrics
+from jaxstack.serve.protocol import GenerationRequest
+from jaxstack.serve.token_details import Part, TokenDetails, TokenTexts
+from jaxstack.serve.tools import ToolReader
+
+_MOST_COMPILING = 2
+"""Number of grammars that are compiled at the same time."""
+_GRAMMAR_SECONDS = 10.0
+"""Time limit for compiling a grammar, which cannot be interrupted when its client goes away."""
+SHUTS_DOWN = "the server is shutting down."
+"""Why requests are refused at the end."""
+
+
+class Submissions:
+    """Submits the requests of HTTP clients to the engine, within the server's limits.
+
+    Args:
+      engine: generates tokens.
+      tokenizer: the model's tokenizer.
+      name: name of the model in requests.
+      config: limits.
+      metrics: records when tokens were generated.
+
+    Attributes:
+      chat: encodes chats; None: the tokenizer has no chat template.
+
+    Raises:
+      ConfigError: there is no such chat template as `config` names.
+    """
+
+    def __init__(
+        self, engine: Engine | EngineGroup, tokenizer: Tokenizer, name: str, config: ServerConfig, metrics: Metrics
+    ):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = config
+        self._metrics = metrics
+        self._texts = TokenTexts(tokenizer)
+        self._answers = weakref.WeakSet[Answers]()
+        seconds = min(_GRAMMAR_SECONDS, config.timeout / 2)
+        self._grammars = Grammars(tokenizer, engine.stop_tokens or {tokenizer.document_start}, seconds)
+        # A few separate threads, so that others are left for the requests of other clients.
+        self._compilers = ThreadPoolExecutor(_MOST_COMPILING, thread_name_prefix="jaxstack grammars")
+        self.chat: ChatFormatter | None = None
+        with contextlib.suppress(ConfigError):
+            self.chat = ChatFormatter(tokenizer, config.chat_template)
+        if self.chat is None and config.chat_template != "auto":
+            ChatFormatter(tokenizer, config.chat_template)  # raises the reason
+
+    def end(self) -> None:
+        """Refuse the running requests; to be called in the event loop."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        for answers in list(self._answers):
+            answers.refuse(Refused(503, SHUTS_DOWN))
+
+    def find_adapter(self, name: str | None) -> str | None:
+        """Return the name of the adapter that a request asks for as its model; None for the model without adapters.
+
+        Raises:
+          Refused: there is no such model.
+        """
+        if name is None or name == self.name:
+            return None
+        adapters = self.engine.adapter_names
+        if name not in adapters:
+            known = " and ".join(map(repr, (self.name, *adapters)))
+            raise Refused(404, f"there is no model {name!r} here; this server has {known}.", "model_not_found")
+        return name
+
+    async def submit_chat(self, body: ChatRequest) -> Answers:
+        """Submit a chat to the engine, once for each requested sample.
+
+        Raises:
+          Refused: there is no chat template, or it refuses the chat; or as `_submit`.
+        """
+        chat = self.chat
+        if chat is None:
+            raise Refused(
+                400,
+                "the model's tokenizer has no chat template; use /v1/completions, or start the server with "
+                "server.chat_template=chatml (or llama3, gemma, a file).",
+            )
+        self.check_count(body.samples)
+        messages = refuse_on_error(lambda: [message.as_template_input for message in body.messages])
+        tools = body.chosen_tools
+        self.check_length(["".join(message["content"] for message in messages)])
+        try:
+            form = None
+            if tools is not None and not tools.chosen:
+                form = await asyncio.to_thread(chat.tool_format, tools, self.engine.stop_tokens)
+            prompt = await asyncio.to_thread(chat.encode, messages, tools, body.variables)
+        except JaxstackError as error:
+            raise Refused(400, str(error)) from None
+        room = max(1, min(self.engine.context - len(prompt), self.config.max_tokens))
+        limit = body.max_completion_tokens or body.max_tokens or room
+        stops = (*body.stops, *chat.stop)
+        free = refuse_on_error(lambda: body.grammar) is None
+        return await self.submit(
+            body,
+            [prompt],
+            limit,
+            stops,
+            chat.stop_tokens,
+            read=lambda: Readers(tools and ToolReader(tools, form), chat.reader(prompt) if free else None),
+        )
+
+    async def pool(
+        self, request: Request, prompts: Sequence[Sequence[int]], *, priority: int = 0
+    ) -> list[Float[np.ndarray, "2 D"]] | None:
+        """Return the mean of the final hidden states of each prompt, and the last one; None if the client has gone.
+
+        Raises:
+          Refused: the engine does not accept them.
+        """
+        submitted = self._start(partial(self.engine.embed, prompt, priority=priority) for prompt in prompts)
+        details = TokenDetails(self._texts, chat=False, logprobs=None, prompt_logprobs=None, ids=False)
+        answers = Answers(
+            [TextAnswer(one, self.tokenizer, details, echo_only=True) for one in submitted],
+            self._metrics,
+            self.config.timeout,
+        )
+        self._answers.add(answers)
+        if await self.collect(request, answers) is None:
+            return None
+        found = []
+        for one in submitted:
+            assert one.pooled is not None
+            found.append(one.pooled / [[len(one.prompt)], [1]])
+        return found
+
+    async def encode(self, texts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Return the token ids of texts, some of which may be ids already.
+
+        Raises:
+          Refused: a text is longer than the context.
+        """
+        self.check_length(text for text in texts if isinstance(text, str))
+        return await asyncio.to_thread(lambda: [self._encode(text) for text in texts])
+
+    @cached_property
+    def _most_characters(self) -> int | None:
+        """Upper bound of the characters of a prompt that fits the context; None if the tokenizer does not tell it."""
+        return self.engine.context * int(self.tokenizer.byte_lengths.max()) if self.tokenizer.writes_bytes else None
+
+    def check_length(self, texts: Iterable[str]) -> None:
+        """Refuse texts that are too long without encoding them, which would take seconds for megabytes.
+
+        Raises:
+          Refused: a text has more characters than the longest tokens would write in the context.
+        """
+        for text in texts:
+            if self._most_characters is not None and len(text) > self._most_characters:
+                raise Refused(
+                    400, f"a prompt of {len(text)} characters exceeds the context of {self.engine.context} tokens."
+                )
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        opening = [self.tokenizer.document_start] if self.config.document_start else []
+        return [*opening, *self.tokenizer.encode(prompt).tolist()]
+
+    def _echo(self, prompt: str | list[int]) -> tuple[str, int]:
+        """Return the text of a prompt and the number of tokens that `_encode` puts before it."""
+        if not isinstance(prompt, str):
+            return self.tokenizer.decode(prompt), 0
+        return prompt, int(self.config.document_start)
+
+    def check_count(self, count: int) -> None:
+        """Check the number of answers, before any prompt is encoded.
+
+        Raises:
+          Refused: the engine does not take so many.
+        """
+        most = self.engine.most_requests
+        if not 1 <= count <= most:
+            raise Refused(400, f"a request must ask for 1 to {most} answers; found {count}.")
+
+    async def submit(
+        self,
+        body: GenerationRequest,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        stop: Sequence[str],
+        stop_tokens: frozenset[int],
+        echo: Sequence[str | list[int]] | None = None,
+        read: Callable[[], Readers] = Readers,
+    ) -> Answers:
+        """Submit every prompt of an HTTP request to the engine, once for each requested sample.
+
+        Args:
+          body: the request.
+          prompts: ids of each prompt.
+          max_tokens: token limit of each answer; 0: the prompt alone.
+          stop, stop_tokens: texts and ids that end an answer.
+          echo: texts or ids of the prompts, with which the answers begin.
+          read: returns what tells the parts of an answer apart.
+
+        Raises:
+          Refused: a limit is exceeded, or the engine does not accept them.
+        """
+        if max_tokens > self.config.max_tokens:
+            raise Refused(400, f"max_tokens must be at most {self.config.max_tokens}; found {max_tokens}.")
+        known = self.tokenizer.vocab_size
+        unknown = [token for token in body.stop_token_ids or () if token >= known]
+        if unknown:
+            raise Refused(400, f"stop_token_ids must be below {known}, the number of ids; found {unknown[0]}.")
+        grammar = refuse_on_error(lambda: body.grammar)
+        constraints = [await self._constrain(*grammar) if grammar else None for _ in range(len(prompts) * body.samples)]
+        ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
+        stops = ends | frozenset(body.stop_token_ids or ())
+        scores = 0 if body.samples > (body.n or 1) and body.likeliest is None else body.likeliest
+        scored = [count for count in (body.prompt_logprobs, body.likeliest if echo else None) if count is not None]
+        told = {"logprobs": scores, "prompt_logprobs": max(scored, default=None)}
+        sampling = dataclasses.replace(refuse_on_error(lambda: body.sampling), **told)
+        adapter = self.find_adapter(body.model)
+        submitted = self._start(
+            partial(
+                self.engine.submit,
+                prompts[index // body.samples],
+                max(1, max_tokens),
+                sampling,
+                seed=body.first_seed + index % body.samples,
+                stop_tokens=stops,
+                constraint=constraint,
+                priority=body.priority or 0,
+                adapter=adapter,
+            )
+            for index, constraint in enumerate(constraints)
+        )
+        texts = []
+        for index, request in enumerate(submitted):
+            details = TokenDetails(
+                self._texts,
+                chat=isinstance(body, ChatRequest),
+                logprobs=body.likeliest,
+                prompt_logprobs=body.prompt_logprobs,
+                ids=bool(body.return_token_ids),
+            )
+            opening = None if echo is None else self._echo(echo[index // body.samples])
+            only = max_tokens == 0
+            answer = TextAnswer(request, self.tokenizer, details, stop, echo=opening, echo_only=only, readers=read())
+            texts.append(answer)
+        answers = Answers(texts, self._metrics, self.config.timeout)
+        self._answers.add(answers)
+        return answers
+
+    def _start(self, submissions: Iterable[Callable[[], generation.Request]]) -> list[generation.Request]:
+        """Submit requests to the engine, all or none.
+
+        Raises:
+          Refused: the engine does not accept one.
+        """
+        submitted: list[generation.Request] = []
+        try:
+            for submit in submissions:
+                submitted.append(submit())
+        except BaseException as error:
+            for request in submitted:
+                request.cancel()
+            if isinstance(error, ConfigError):
+                raise Refused(400, str(error)) from None
+            if isinstance(error, EngineBusy):
+                raise Refused(429, f"{error} Try again later.", "overloaded") from None
+            if isinstance(error, EngineClosed):
+                raise Refused(503, str(error)) from None
+            raise
+        return submitted
+
+    async def _constrain(self, kind: Kind, value: object) -> GrammarConstraint:
+        """Return a grammar as the constraint for one answer; compile it, unless it is known.
+
+        Raises:
+          Refused: the grammar is wrong, or many grammars have to be compiled before it.
+        """
+        limit = self.config.timeout
+        try:
+            known = await asyncio.to_thread(self._grammars.find, kind, value)
+            if known is not None:
+                return known
+            compiled = asyncio.wrap_future(self._compilers.submit(self._grammars.compile, kind, value))
+            return await asyncio.wait_for(compiled, limit)
+        except ConfigError as error:
+            raise Refused(400, str(error)) from None
+        except TimeoutError:
+            raise Refused(504, f"the request took longer than {limit:g} s (server.timeout).") from None
+
+    async def collect(self, request: Request, answers: Answers) -> list[Part] | None:
+        """Return the whole of each answer; None if the client has gone away."""
+        parts = [Part("")] * len(answers.answers)
+        watch = asyncio.create_task(_until_gone(request))
+        work = asyncio.create_task(collect(answers, parts))
+        try:
+            await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return None
+            work.result()
+            return parts
+        finally:
+            watch.cancel()
+            work.cancel()
+            answers.cancel()
+
+
+async def _until_gone(request: Request) -> None:
+    """Wait until the HTTP client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
