@@ -1,6 +1,6 @@
 """The tables of docs/compression.md: errors of the methods, their time, and the speed of packed weights."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from scripts.pages.page import Page, table, table_of
 from scripts.pages.rows import RESULTS, Row, read_rows
@@ -89,6 +89,25 @@ def decode_table() -> str:
     return f"{table_of(columns, rows)}\n\n{_source(rows)}"
 
 
+def models_table() -> str:
+    """Return what each recipe makes of models that were trained on source code and sums."""
+    rows = read_rows(RESULTS / "compressed_models.jsonl")
+    if not rows:
+        return "Not measured yet."
+
+    def speeds(row: Row) -> str:
+        return ", ".join(f"{value:.2f}" for value in row.get("speedup_by_rows", {}).values()) or "–"
+
+    def value(name: str, form: str) -> Callable[[Row], str]:
+        return lambda row: format(row[name], form) if row.get(name) is not None else "–"
+
+    columns = {"work": "{work}", "recipe": "{variant}", "MB": value("megabytes", ".0f"),
+               "smaller": value("smaller", ".2f"), "loss": value("loss", ".4f"), "rise": value("rise", "+.4f"),
+               "cloze": value("cloze", ".1%"), "sums": value("sums", ".1%"),
+               "speed at 1, 16, 64 rows": speeds}  # fmt: skip
+    return f"{table_of(columns, rows)}\n\n{_source(rows)}"
+
+
 def _source(rows: list[Row]) -> str:
     runs = dict.fromkeys((row["commit"][:7], row["command"]) for row in rows)
     return f"{rows[0]['device']}; " + "; ".join(f"commit {commit}, `{command}`" for commit, command in runs) + "."
@@ -105,5 +124,6 @@ PARTS = {
     "time": lambda: time_table(read_methods()),
     "products": products_table,
     "decode": decode_table,
+    "models": models_table,
 }
 PAGES = (Page("compression.md", PARTS),)

@@ -124,6 +124,7 @@ Rows: [attention_random](performance-rows.md#attention_random). Yours: `{command
 """
 NOT_MEASURED = {
     "attention_kinds": "kinds of attention: linear, performer, projected, block-sparse and longformer",
+    "compressed_models": "each recipe of compression on a model of 124M parameters that was trained on real text",
     "fp8": "our own matrix product in FP8, with and without quantization",
     "grouped_matmul": "the grouped matrix product of mixtures of experts",
     "pipeline": "schedules of pipelines, and their bubbles",
