@@ -25,6 +25,7 @@ ALLOWED = {
     "could not import 'onnx": (
         "ONNX Runtime has no wheel for every new Python; the graph's tests run where it and the extra export are."
     ),
+    "could not import 'anthropic'": "Another vendor's client; the route is tested without it too.",
     "no chromium installed": "A browser is no Python package; the pages' text is tested without it.",
     "no iverilog installed": "A simulator is no Python package; the circuit is evaluated in Python too.",
     "no curl installed": "The quick start of docs/serving.md asks with curl; tests of the routes ask without it.",

@@ -131,6 +131,8 @@ class TextStream:
         self._marks = marks or {}
         self.finish_reason: FinishReason | None = None
         """None until the text has ended."""
+        self.stop_text: str | None = None
+        """The stop string that ended the text, if one did."""
 
     def push(self, token: int) -> str:
         """Add a generated token, and return the new text that no later token can change.
@@ -158,11 +160,12 @@ class TextStream:
 
     def _release(self, new: str) -> str:
         text = self._withheld + new
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for at, stop in ((text.find(stop), stop) for stop in self._stop) if at >= 0]
         if found:
             self.finish_reason = "stop"
             self._withheld = ""
-            return text[: min(found)]
+            end, self.stop_text = min(found)
+            return text[:end]
         held = max((overlap(text, stop) for stop in self._stop), default=0)
         self._withheld = text[len(text) - held :]
         return text[: len(text) - held]

@@ -181,6 +181,11 @@ class TextAnswer:
         return self.details.describe_prompt(self.request.prompt, self.request.prompt_scores)
 
     @property
+    def stop_text(self) -> str | None:
+        """The stop text that ended the answer, if one did."""
+        return self._text.stop_text
+
+    @property
     def ended(self) -> bool:
         """True if the answer has ended and all of its text has been returned."""
         return self.finish_reason is not None or self.request.finish_reason == "cancelled"

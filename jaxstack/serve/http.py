@@ -33,6 +33,7 @@ from jaxstack.serve.bodies import GONE, read_json, refuse_on_error
 from jaxstack.serve.chat_request import ChatRequest
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
+from jaxstack.serve.messages import CountRequest, MessageEnvelope, MessagesRequest, messages_error
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.pair_scores import (
     Classifier,
@@ -59,7 +60,9 @@ _COMPLETION_TOKENS = 16
 """Token limit of a completion without `max_tokens`, as OpenAI has it."""
 _PAGE = Path(__file__).with_name("chat.html")
 
-R = TypeVar("R", bound=GenerationRequest | EmbeddingRequest | ResponsesRequest | ScoreRequest | RerankRequest)
+R = TypeVar(
+    "R", bound=GenerationRequest | EmbeddingRequest | ResponsesRequest | CountRequest | ScoreRequest | RerankRequest
+)
 
 
 class Server:
@@ -71,7 +74,8 @@ class Server:
       name: name of the model in requests and answers.
       config: limits.
       loopback: True if only this machine can connect; then the header Host must name it.
-      api_key: key that requests must send as `Authorization: Bearer KEY`; None: none is needed.
+      api_key: key that requests must send as `Authorization: Bearer KEY`, or as Anthropic's clients in the header
+        x-api-key; None: none is needed.
       read_adapter: reads the matrices of an adapter in a directory; None: requests can load none.
       classifier: the head of the model, if it is a sequence classifier.
     """
@@ -103,6 +107,8 @@ class Server:
             "/v1/completions": self._complete,
             "/v1/chat/completions": self._complete_chat,
             "/v1/responses": self._respond,
+            "/v1/messages": self._message,
+            "/v1/messages/count_tokens": self._count_tokens,
             "/v1/embeddings": self._embed,
             **dict.fromkeys(("/v1/score", "/score"), self._score),
             **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), self._rerank),
@@ -152,9 +158,9 @@ class Server:
         """Wrap a route's handler so that it first checks the request's API key."""
 
         async def authorized(request: Request) -> Response:
-            kind, _, key = request.headers.get("authorization", "").partition(" ")
-            wanted = self._api_key
-            if wanted is not None and not (kind.lower() == "bearer" and is_key(key, wanted)):
+            kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+            key = bearer if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+            if self._api_key is not None and not is_key(key, self._api_key):
                 raise Refused(401, "send the server's API key as `Authorization: Bearer KEY`.", "invalid_api_key")
             return await self._unless_ending(handler(request))
 
@@ -225,8 +231,23 @@ class Server:
     async def _respond(self, request: Request) -> Response:
         body = await self._parse(request, ResponsesRequest)
         answers = await self._submissions.submit_chat(refuse_on_error(lambda: body.as_chat_request))
-        envelope = ResponseEnvelope(body.model or self.name, body)
-        if body.stream:
+        return await self._write(request, answers, ResponseEnvelope(body.model or self.name, body), body.stream)
+
+    async def _message(self, request: Request) -> Response:
+        body = await self._parse(request, MessagesRequest)
+        answers = await self._submissions.submit_chat(refuse_on_error(lambda: body.as_chat_request))
+        return await self._write(request, answers, MessageEnvelope(body.model or self.name, body), body.stream)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        body = await self._parse(request, CountRequest)
+        _, prompt, _ = await self._submissions.encode_chat(refuse_on_error(lambda: body.as_chat_request))
+        return JSONResponse({"input_tokens": len(prompt)})
+
+    async def _write(
+        self, request: Request, answers: Answers, envelope: ResponseEnvelope | MessageEnvelope, stream: bool | None
+    ) -> Response:
+        """Return a single answer as the HTTP response, JSON or an event stream."""
+        if stream:
             return EventStream(answers, envelope.events(answers))
         parts = await self._submissions.collect(request, answers)
         if parts is None:
@@ -335,6 +356,8 @@ async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
     body = error_body(str(error), error.status, error.code)
+    if request.url.path.startswith("/v1/messages"):
+        body = messages_error(body, error.status)
     return JSONResponse(body, error.status, headers.get(error.status))
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from starlette.requests import Request
 
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.data.tool_calls import ToolFormat
 from jaxstack.decoding import requests as generation
 from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
 from jaxstack.errors import ConfigError, JaxstackError
@@ -96,26 +97,11 @@ class Submissions:
         """Submit a chat to the engine, once for each requested sample.
 
         Raises:
-          Refused: there is no chat template, or it refuses the chat; or as `_submit`.
+          Refused: as `encode_chat` or `submit`.
         """
-        chat = self.chat
-        if chat is None:
-            raise Refused(
-                400,
-                "the model's tokenizer has no chat template; use /v1/completions, or start the server with "
-                "server.chat_template=chatml (or llama3, gemma, a file).",
-            )
         self.check_count(body.samples)
-        messages = refuse_on_error(lambda: [message.as_template_input for message in body.messages])
+        chat, prompt, form = await self.encode_chat(body)
         tools = body.chosen_tools
-        self.check_length(["".join(message["content"] for message in messages)])
-        try:
-            form = None
-            if tools is not None and not tools.chosen:
-                form = await asyncio.to_thread(chat.tool_format, tools, self.engine.stop_tokens)
-            prompt = await asyncio.to_thread(chat.encode, messages, tools, body.variables)
-        except JaxstackError as error:
-            raise Refused(400, str(error)) from None
         room = max(1, min(self.engine.context - len(prompt), self.config.max_tokens))
         limit = body.max_completion_tokens or body.max_tokens or room
         stops = (*body.stops, *chat.stop)
@@ -128,6 +114,31 @@ class Submissions:
             chat.stop_tokens,
             read=lambda: Readers(tools and ToolReader(tools, form), chat.reader(prompt) if free else None),
         )
+
+    async def encode_chat(self, body: ChatRequest) -> tuple[ChatFormatter, list[int], ToolFormat | None]:
+        """Return what encodes chats, a chat as token ids, and the format of calls in its answer, if it may have some.
+
+        Raises:
+          Refused: there is no chat template, or it refuses the chat.
+        """
+        chat = self.chat
+        if chat is None:
+            raise Refused(
+                400,
+                "the model's tokenizer has no chat template; use /v1/completions, or start the server with "
+                "server.chat_template=chatml (or llama3, gemma, a file).",
+            )
+        messages = refuse_on_error(lambda: [message.as_template_input for message in body.messages])
+        tools = body.chosen_tools
+        self.check_length(["".join(message["content"] for message in messages)])
+        try:
+            form = None
+            if tools is not None and not tools.chosen:
+                form = await asyncio.to_thread(chat.tool_format, tools, self.engine.stop_tokens)
+            prompt = await asyncio.to_thread(chat.encode, messages, tools, body.variables)
+        except JaxstackError as error:
+            raise Refused(400, str(error)) from None
+        return chat, prompt, form
 
     async def pool(
         self, request: Request, prompts: Sequence[Sequence[int]], *, priority: int = 0
