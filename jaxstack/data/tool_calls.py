@@ -49,8 +49,8 @@ class ToolFormat(Protocol):
     """Interface of a format of tool calls."""
 
     @property
-    def opening(self) -> str:
-        """Text before each call in an answer; "": there is none, and the whole answer is a call."""
+    def openings(self) -> tuple[str, ...]:
+        """Texts one of which is before each call in an answer; (): there is none, and the whole answer is a call."""
         ...
 
     def parse(self, text: str) -> list[ToolCall]:
@@ -86,6 +86,10 @@ class _JsonObjects:
     name: str
     arguments: str
     """Keys of the object."""
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        return (self.opening,) if self.opening else ()
 
     @classmethod
     def derive(cls, one: str, two: str | None) -> "_JsonObjects | None":
@@ -132,10 +136,19 @@ class _JsonObjects:
 
 @dataclasses.dataclass(frozen=True)
 class _JsonArguments:
-    """Calls such as `<|call|>add<|sep|>{"x": 1}<|end|>`: a name, and then its arguments in JSON."""
+    """Calls such as `<|call|>add<|sep|>{"x": 1}<|end|>`: a name, and then its arguments in JSON.
+
+    gpt-oss's template writes ` to=functions.add<|channel|>commentary json<|message|>{"x": 1}`, but the model itself
+    writes the channel first: `<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": 1}`.
+    """
 
     opening: str
     between: str
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        words = self.between.split()
+        return (self.opening, f"{words[0]} {self.opening}") if len(words) > 1 else (self.opening,)
 
     @classmethod
     def derive(cls, one: str, two: str | None) -> "_JsonArguments | None":
@@ -151,8 +164,9 @@ class _JsonArguments:
         calls = []
         for part in text.split(self.opening)[1:]:
             name, found, rest = part.partition(self.between)
-            if not self.between:
+            if not self.between or not found:
                 name, rest = part[: part.find("{")], part[part.find("{") :]
+                name = re.split(r"[\s<]", name.strip())[0]
             value = _read_json(rest, len(rest) - len(rest.lstrip()))
             if not isinstance(value, dict):
                 calls.append(ToolCall("", error="the arguments of a call are a JSON object"))
@@ -171,6 +185,10 @@ class _Tags:
     after_value: str
     after_name: str
     """Text after the name of a call without arguments."""
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        return (self.opening,)
 
     @classmethod
     def derive(cls, one: str, two: str | None) -> "_Tags | None":

@@ -12,13 +12,14 @@ from starlette.types import Receive, Scope, Send
 
 from jaxstack.data.chat_turns import read_tool_format
 from jaxstack.data.config import ChatConfig
-from jaxstack.data.reasoning_format import REASONING_KEYS, derive_reasoning_format
+from jaxstack.data.reasoning_format import REASONING_KEYS, ReasoningFormat, derive_reasoning_format
 from jaxstack.data.streams import import_chat
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.data.tool_calls import ToolFormat
-from jaxstack.decoding.requests import ConstraintFailed, Request
+from jaxstack.decoding.requests import Constraint, ConstraintFailed, Request
 from jaxstack.decoding.text_stream import TextStream, check_chat_text
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.serve.constrained_reasoning import AfterReasoning
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import Envelope, error_body
 from jaxstack.serve.reasoning import ReasoningReader
@@ -103,8 +104,23 @@ class ChatFormatter:
         """Return what tells the reasoning of an answer to a prompt from the answer itself; None: it has none."""
         if self.reasoning is None:
             return None
-        end = self._tokenizer.decode_marked(prompt[-_OPENING_TOKENS:])
-        return ReasoningReader(self.reasoning, begun=self.reasoning.opens(end))
+        return ReasoningReader(self.reasoning, begun=self._opens(self.reasoning, prompt))
+
+    def constrain(self, answer: Constraint, prompt: Sequence[int], stop_tokens: Collection[int]) -> Constraint:
+        """Return a constraint of an answer as one that lets the reasoning before it be free.
+
+        Args:
+          answer: the constraint.
+          prompt: the prompt that it answers.
+          stop_tokens: ids that end an answer.
+        """
+        if self.reasoning is None:
+            return answer
+        begun = self._opens(self.reasoning, prompt)
+        return AfterReasoning(answer, self.reasoning, self._tokenizer, stop_tokens, begun=begun)
+
+    def _opens(self, form: ReasoningFormat, prompt: Sequence[int]) -> bool:
+        return form.opens(self._tokenizer.decode_marked(prompt[-_OPENING_TOKENS:]))
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:

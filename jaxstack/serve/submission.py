@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 
@@ -16,6 +16,7 @@ from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.data.tool_calls import ToolFormat
 from jaxstack.decoding import requests as generation
 from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
+from jaxstack.decoding.requests import Constraint
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve.answers import Answers, ChatFormatter, Readers, Refused, TextAnswer, collect
 from jaxstack.serve.bodies import refuse_on_error
@@ -105,14 +106,14 @@ class Submissions:
         room = max(1, min(self.engine.context - len(prompt), self.config.max_tokens))
         limit = body.max_completion_tokens or body.max_tokens or room
         stops = (*body.stops, *chat.stop)
-        free = refuse_on_error(lambda: body.grammar) is None
         return await self.submit(
             body,
             [prompt],
             limit,
             stops,
             chat.stop_tokens,
-            read=lambda: Readers(tools and ToolReader(tools, form), chat.reader(prompt) if free else None),
+            read=lambda: Readers(tools and ToolReader(tools, form), chat.reader(prompt)),
+            wrap=lambda constraint, ends: chat.constrain(constraint, prompt, ends),
         )
 
     async def encode_chat(self, body: ChatRequest) -> tuple[ChatFormatter, list[int], ToolFormat | None]:
@@ -221,6 +222,7 @@ class Submissions:
         stop_tokens: frozenset[int],
         echo: Sequence[str | list[int]] | None = None,
         read: Callable[[], Readers] = Readers,
+        wrap: Callable[[Constraint, Collection[int]], Constraint] = lambda constraint, ends: constraint,
     ) -> Answers:
         """Submit every prompt of an HTTP request to the engine, once for each requested sample.
 
@@ -231,6 +233,7 @@ class Submissions:
           stop, stop_tokens: texts and ids that end an answer.
           echo: texts or ids of the prompts, with which the answers begin.
           read: returns what tells the parts of an answer apart.
+          wrap: returns the constraint of an answer, given that of its form and the ids that end it.
 
         Raises:
           Refused: a limit is exceeded, or the engine does not accept them.
@@ -258,7 +261,7 @@ class Submissions:
                 sampling,
                 seed=body.first_seed + index % body.samples,
                 stop_tokens=stops,
-                constraint=constraint,
+                constraint=constraint and wrap(constraint, stops),
                 priority=body.priority or 0,
                 adapter=adapter,
             )

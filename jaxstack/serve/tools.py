@@ -147,15 +147,15 @@ class ToolReader:
         self._held += text
         if self.calls or self._form is None:
             return ""
-        opening = self._form.opening
-        if not opening:  # an answer that begins like JSON may be a call
+        openings = self._form.openings
+        if not openings:  # an answer that begins like JSON may be a call
             begun = self._held.lstrip()
             self.calls = begun[:1] in ("{", "[")
             return self._release(len(self._held) if begun and not self.calls else 0)
-        place = self._held.find(opening)
-        self.calls = place >= 0
-        if place < 0:
-            place = len(self._held) - overlap(self._held, opening)
+        places = [place for place in map(self._held.find, openings) if place >= 0]
+        self.calls = bool(places)
+        held = max(overlap(self._held, opening) for opening in openings)
+        place = min(places) if places else len(self._held) - held
         return self._release(len(self._held[:place].rstrip()))
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
