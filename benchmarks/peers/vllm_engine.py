@@ -26,6 +26,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=768, help="requests of throughput, all at once")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of an answer")
+    parser.add_argument("--latency", type=int, nargs=2, default=(512, 128), help="tokens of prompt, answer of latency")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="requests at once, of latency")
     parser.add_argument("--turns", type=int, default=3, help="repetitions of latency")
     parser.add_argument("--cache-fp8", action="store_true", help="keys and values in FP8")
@@ -65,10 +66,11 @@ def seconds_of(llm, count: int, prompt: int, tokens: int, seed: int) -> float:
 
 def latency(llm, args: argparse.Namespace, batch: int) -> dict[str, float]:
     """Return the seconds to the first token of all prompts, and of each further step; medians."""
-    seconds_of(llm, batch, args.prompt, 8, 98)
-    first = [seconds_of(llm, batch, args.prompt, 1, turn) for turn in range(args.turns)]
-    whole = [seconds_of(llm, batch, args.prompt, args.tokens, turn) for turn in range(args.turns)]
-    step = (statistics.median(whole) - statistics.median(first)) / (args.tokens - 1)
+    prompt, tokens = args.latency
+    seconds_of(llm, batch, prompt, 8, 98)
+    first = [seconds_of(llm, batch, prompt, 1, turn) for turn in range(args.turns)]
+    whole = [seconds_of(llm, batch, prompt, tokens, turn) for turn in range(args.turns)]
+    step = (statistics.median(whole) - statistics.median(first)) / (tokens - 1)
     return {"first": statistics.median(first), "step": step}
 
 

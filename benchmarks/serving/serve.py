@@ -303,19 +303,21 @@ def chunk_shape(text: str) -> ChunkShape:
 def latency(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield, for each number of prompts at once, the time to their first tokens, and that of each further step."""
     random = np.random.default_rng(6)
-    sizes = config.model_copy(update={"prefix_cache": False, "slots": max(config.slots, *args.batches)})
-    engine, start = start_engine(decoder, sizes)
+    prompt, tokens = args.latency
+    sizes = {"prefix_cache": False, "slots": max(args.batches), "context": prompt + tokens, "chunk": prompt,
+             "step_tokens": min(max(args.batches) * prompt, 8192)}  # fmt: skip
+    engine, start = start_engine(decoder, config.model_copy(update=sizes))
 
-    def seconds(batch: int, tokens: int) -> float:
-        prompts = random.integers(0, decoder.config.vocab_size, (batch, args.prompt)).tolist()
-        return timed(lambda: submit_all(engine, [(prompt, tokens) for prompt in prompts]))
+    def seconds(batch: int, count: int) -> float:
+        prompts = random.integers(0, decoder.config.vocab_size, (batch, prompt)).tolist()
+        return timed(lambda: submit_all(engine, [(ids, count) for ids in prompts]))
 
     with engine:
         for batch in args.batches:
             seconds(batch, 8)
             first = float(np.median([seconds(batch, 1) for _ in range(args.turns)]))
-            whole = float(np.median([seconds(batch, args.tokens) for _ in range(args.turns)]))
-            yield latency_row(batch, first, (whole - first) / (args.tokens - 1)) | {"start_seconds": start}
+            whole = float(np.median([seconds(batch, tokens) for _ in range(args.turns)]))
+            yield latency_row(batch, first, (whole - first) / (tokens - 1)) | {"start_seconds": start}
 
 
 def latency_row(batch: int, first: float, step: float) -> dict[str, Any]:
@@ -332,6 +334,7 @@ def vllm_rows(config: RunConfig, args: argparse.Namespace) -> Iterator[dict[str,
         Path(folder, "config.json").write_text(json.dumps({**keys, "torch_dtype": "bfloat16"}), encoding="utf-8")
         sizes = {"requests": args.requests, "prompt": args.prompt, "tokens": args.tokens, "turns": args.turns}
         words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+        words += ["--latency", *map(str, args.latency)]
         words += ["--batches", *map(str, args.batches), "--work", *(set(args.work) & {"latency", "throughput"})]
         words += ["--cache-fp8"] if config.precision.kv_cache == "fp8" else []
         script = Path(__file__).resolve().parents[1] / "peers" / "vllm_engine.py"
@@ -379,6 +382,8 @@ def main() -> int:
     parser.add_argument("--context", type=int, help="tokens of a sequence at most (default: as many as are needed)")
     parser.add_argument("--kernels", type=Path, help="folder for the time of each kernel (throughput)")
     parser.add_argument("--page", type=int, default=16, help="tokens per page")
+    parser.add_argument("--latency", type=int, nargs=2, default=(64, 32) if small else (512, 128),
+                        metavar=("PROMPT", "TOKENS"), help="lengths of latency")  # fmt: skip
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="prompts at once, of latency")
     parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM, to be measured too")
     parser.add_argument("--no-rows", action="store_true", help="print the rows only")
@@ -392,7 +397,8 @@ def main() -> int:
 
     def keep(work: str, **row: Any) -> None:
         dtype = config.precision.compute_dtype(jax.devices()[0].platform)
-        named = f"serve {name} {work} prompt {args.prompt} tokens {args.tokens} slots {args.slots} {dtype}"
+        prompt, tokens = args.latency if work == "latency" else (args.prompt, args.tokens)
+        named = f"serve {name} {work} prompt {prompt} tokens {tokens} slots {args.slots} {dtype}"
         if "seconds_per_token" in row:
             row["tokens_per_second_per_device"] = 1 / row.pop("seconds_per_token") / row.get("devices", 1)
         rows.append({"work": named, "device": jax.devices()[0].device_kind, **row})
