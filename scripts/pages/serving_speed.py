@@ -22,6 +22,7 @@ PUBLISHED = (
 _READ_SPEED = 4.3e12
 """Bytes/s at which the memory of an H200 was measured to be read."""
 _THROUGHPUT = re.compile(r"serve (\S+) throughput prompt (\d+) tokens (\d+) .*")
+_BESIDE = re.compile(r"serve (\S+) (latency|throughput) prompt (\d+) tokens (\d+) .*")
 _DECODING = re.compile(r"generate (\S+) batch (\d+) prompt (\d+) \w+: steps")
 
 
@@ -54,7 +55,8 @@ def engine() -> str:
     stand by themselves.
     """
     lines = []
-    rows = read_rows(RESULTS / "serve.jsonl")
+    rows = [row for row in read_rows(RESULTS / "serve.jsonl") if row["implementation"] == "jaxstack"]
+    rows = [row for row in rows if " latency " not in row["work"]]
     newest = {row["work"]: row["run"] for row in sorted(rows, key=lambda row: row["date"])}
     rows = [row for row in rows if row["run"] == newest[row["work"]] or "throughput" in row["work"]]
     for row in rows:
@@ -68,6 +70,31 @@ def engine() -> str:
                       f"{time:.2f}" if time else "", compared, row["commit"][:7]])  # fmt: skip
     titles = ["work", "variant", "tokens/s", "ms", "compared", "commit"]
     return f"{table(titles, lines)}\n\n{', '.join(dict.fromkeys(row['device'] for row in rows))}."
+
+
+def beside_vllm() -> str:
+    """Return the newest rows of each work of the engine that was measured beside vLLM, with vLLM's of the same run."""
+    rows = [row for row in read_all(RESULTS / "serve.jsonl") if _BESIDE.fullmatch(row["work"])]
+    newest = {row["work"]: row["run"] for row in rows if row["implementation"].startswith("vllm")}
+    if not newest:
+        return "Not measured."
+    lines = list[list[str]]()
+    sources = dict[str, None]()
+    for work, run in newest.items():
+        ours, theirs = ([row for row in rows if (row["work"], row["run"]) == (work, run) and RATE in row
+                         and row["implementation"].startswith(name)] for name in ("jaxstack", "vllm"))  # fmt: skip
+        name, kind, prompt, tokens = _BESIDE.fullmatch(work).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        for row, peer in zip(ours, theirs, strict=True):
+            sources[f"{peer['implementation']}, {provenance(row)}"] = None
+            if kind == "latency":
+                for key, words in (("first_token_milliseconds", "first tokens"), ("milliseconds_per_step", "a step")):
+                    lines.append([f"{name}, {row['variant']}, prompts of {prompt}: {words}", f"{row[key]:.2f} ms",
+                                  f"{peer[key]:.2f} ms", f"{peer[key] / row[key]:.2f}"])  # fmt: skip
+            else:
+                lines.append([f"{name}, {peer['variant']}, {prompt} + {tokens} tokens: answers' tokens/s",
+                              f"{row[RATE]:,.0f}", f"{peer[RATE]:,.0f}", f"{row[RATE] / peer[RATE]:.2f}"])  # fmt: skip
+    titles = ["work", "jaxstack", "vLLM", "times as fast"]
+    return f"{table(titles, lines)}\n\n" + "\n\n".join(sources)
 
 
 def optimum() -> str:
@@ -210,6 +237,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "decoding": decoding,
     "paged attention": paged_attention,
     "engine": engine,
+    "vllm": beside_vllm,
     "optimum": optimum,
     "speculation": speculation,
     "layer window": layer_window,
