@@ -304,9 +304,11 @@ def latency(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) ->
     """Yield, for each number of prompts at once, the time to their first tokens, and that of each further step."""
     random = np.random.default_rng(6)
     prompt, tokens = args.latency
-    sizes = {"prefix_cache": False, "slots": max(args.batches), "context": prompt + tokens, "chunk": prompt,
-             "step_tokens": min(max(args.batches) * prompt, 8192)}  # fmt: skip
-    engine, start = start_engine(decoder, config.model_copy(update=sizes))
+    most = max(args.batches)
+    shapes = [ChunkShape(1, prompt), ChunkShape(max(1, min(most, 8192 // prompt)), prompt)]
+    sizes = {"prefix_cache": False, "slots": most, "context": prompt + tokens, "chunk": prompt,
+             "step_tokens": prompt * shapes[1].rows, "chunk_slowdown": 100.0}  # fmt: skip
+    engine, start = start_engine(decoder, config.model_copy(update=sizes), shapes)
 
     def seconds(batch: int, count: int) -> float:
         prompts = random.integers(0, decoder.config.vocab_size, (batch, prompt)).tolist()
