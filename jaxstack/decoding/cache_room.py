@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Int, PyTree
@@ -87,6 +88,62 @@ def make_cache(model: ModelOnMesh, params: Params, non_params: Params, room: Cac
         return model.module.merge(params, non_params).make_shared_cache(room)
 
 
+class CacheUnits(NamedTuple):
+    """Bytes of the parts of a cache, summed over layers and devices, and of what sampling needs beside it."""
+
+    page: int
+    """Bytes of a page."""
+    snapshot: int
+    """Bytes of a snapshot of a request's states; 0: no layer has states."""
+    slots: int
+    """Bytes of the states of all slots, and of a number of snapshots that is set."""
+    sampling: int
+    """Bytes that sampling the tokens of one step takes at least."""
+
+
+def cache_units(
+    models: Sequence[ModelOnMesh], config: EngineConfig, further: Callable[[CacheRoom], int] = lambda room: 0
+) -> CacheUnits:
+    """Return the bytes of the parts of a cache; arguments as in `choose_room`.
+
+    Raises:
+      ConfigError: a model cannot be served.
+    """
+    room = CacheRoom(config.slots, token_limit(models, config), 1, config.page_size)
+    try:
+        rooms = [room, room._replace(pages=2), room._replace(snapshots=1)]
+        one, *larger = (sum(cache_bytes(model, small) for model in models) + further(small) for small in rooms)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    page, snapshot = (size_of - one for size_of in larger)
+    kept = config.snapshots if config.snapshots is not None and config.prefix_cache else 0
+    return CacheUnits(page, snapshot, one - page + snapshot * kept, _sampling_bytes(models[0], config))
+
+
+def token_limit(models: Sequence[ModelOnMesh], config: EngineConfig) -> int:
+    """Return the token limit of a request, without regard to memory.
+
+    Raises:
+      ConfigError: `engine.context` exceeds that of a model.
+    """
+    limit = min((model.context_length for model in models if model.context_length is not None), default=None)
+    context = config.context or limit or _DEFAULT_CONTEXT
+    if limit is not None and context > limit:
+        raise ConfigError(f"engine.context ({context}) exceeds the model's max_position_embeddings ({limit}).")
+    return context
+
+
+def free_bytes(models: Sequence[ModelOnMesh], config: EngineConfig, units: CacheUnits, total: int) -> float:
+    """Return the bytes that pages and snapshots may take, of `total` bytes of memory; below 0: there are none.
+
+    What sampling needs is beyond `memory_fraction`, as far as there is room.
+    """
+    weights = sum(model.weight_bytes for model in models)
+    free = min(total * config.memory_fraction, total - units.sampling) - weights - units.slots
+    # On a CPU, the programs, and what they compute with, are in the same memory.
+    return free / 2 if jax.default_backend() == "cpu" else free
+
+
 def choose_room(
     models: Sequence[ModelOnMesh], config: EngineConfig, further: Callable[[CacheRoom], int] = lambda room: 0
 ) -> CacheRoom:
@@ -100,30 +157,18 @@ def choose_room(
     Raises:
       ConfigError: a model cannot be served, or the weights leave no memory for the cache or for so many requests.
     """
-    limit = min((model.context_length for model in models if model.context_length is not None), default=None)
-    context = config.context or limit or _DEFAULT_CONTEXT
-    if limit is not None and context > limit:
-        raise ConfigError(f"engine.context ({context}) exceeds the model's max_position_embeddings ({limit}).")
+    context = token_limit(models, config)
     size = config.page_size
     pages = config.pages or config.slots * -(-context // size)
-    room = CacheRoom(config.slots, context, pages, size)
-    try:
-        rooms = [room._replace(pages=1), room._replace(pages=2), room._replace(pages=1, snapshots=1)]
-        one, *larger = (sum(cache_bytes(model, small) for model in models) + further(small) for small in rooms)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    per_page, per_snapshot = (size_of - one for size_of in larger)
+    units = cache_units(models, config, further)
+    per_page, per_snapshot, per_slots, sampling = units
     snapshots = config.slots if config.snapshots is None else config.snapshots
     if not per_snapshot or not config.prefix_cache:
         snapshots = 0
-    per_slots = one - per_page
-    if config.snapshots is not None:
-        per_slots += per_snapshot * snapshots
     available = memory_per_device()
     if available is not None:
         total = available * models[0].rules.mesh.size
         weights = sum(model.weight_bytes for model in models)
-        sampling = _sampling_bytes(models[0], config)
         rest = total - weights - per_page * (config.pages or 1)
         if 0 < rest < per_slots + sampling:
             most = int(rest / (per_slots + sampling) * config.slots)
@@ -134,10 +179,7 @@ def choose_room(
                 f"engine.slots to at most {most:,}, or use more devices (parallel.tensor=2)."
             )
         if config.pages is None:
-            # What sampling needs is beyond `memory_fraction`, as far as there is room.
-            free = min(total * config.memory_fraction, total - sampling) - weights - per_slots
-            if jax.default_backend() == "cpu":
-                free /= 2  # the programs, and what they compute with, are in the same memory
+            free = free_bytes(models, config, units, total)
             if config.snapshots is None and snapshots:
                 snapshots = max(0, min(snapshots, int(free / 4 // per_snapshot)))
                 free -= per_snapshot * snapshots
@@ -151,7 +193,7 @@ def choose_room(
             f"(engine.memory_fraction {config.memory_fraction}); use more devices (parallel.tensor=2)"
             + (f" or fewer engine.slots ({config.slots})." if per_slots else ".")
         )
-    return room._replace(length=min(context, pages * size), pages=pages, snapshots=snapshots)
+    return CacheRoom(config.slots, min(context, pages * size), pages, size, snapshots)
 
 
 def _sampling_bytes(model: ModelOnMesh, config: EngineConfig) -> int:

@@ -21,7 +21,7 @@ from jaxstack.decoding.cache_room import choose_room, shares_pages
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.draft_model import DraftPrograms
-from jaxstack.decoding.mtp_draft import PredictionPrograms, draft_cache_bytes
+from jaxstack.decoding.mtp_draft import PredictionPrograms, draft_cache_bytes, predicts_tokens
 from jaxstack.decoding.pages import PagePool
 from jaxstack.decoding.requests import Constraint, ConstraintFailed, FinishReason, Request
 from jaxstack.decoding.runner import DraftRunner, EngineState, EngineStats, Runner
@@ -91,10 +91,8 @@ class Engine:
                 "an engine supports only parallel.tensor, and `open_engine` data; set fsdp and expert to 1."
             )
         # The engine of a window of layers has its own programs, which keep no hidden states.
-        predicts = draft is None and make_programs is None and model.config.num_nextn_predict_layers > 0
-        predicts = predicts and self.config.draft_tokens > 0
-        further = partial(draft_cache_bytes, model) if predicts else lambda room: 0
-        room = choose_room(models, self.config, further)
+        predicts = draft is None and make_programs is None and predicts_tokens(model, self.config)
+        room = choose_room(models, self.config, partial(draft_cache_bytes, model) if predicts else lambda room: 0)
         self.context = room.length
         states = not all(map(shares_pages, models))
         # Steps with shapes of their own compute so many prompt tokens that their states would take much memory.

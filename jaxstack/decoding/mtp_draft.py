@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.rows import Column, Pages, RecentTokens, pack_rows, page_counts
@@ -139,6 +140,11 @@ class PredictionPrograms(DraftPrograms):
             _, cache = _run(model, shifted, tokens, before, pages.cache)
         ends = chunks.at[:, Column.START].add(chunks[:, Column.COUNT] - 1)
         return _keep(pages._replace(cache=cache), ends, hidden[1][:, -1:], jnp.minimum(chunks[:, Column.COUNT], 1))
+
+
+def predicts_tokens(model: ModelOnMesh, config: EngineConfig) -> bool:
+    """Return True if a model guesses its next tokens itself, by layers for multi-token prediction."""
+    return model.config.num_nextn_predict_layers > 0 and config.draft_tokens > 0
 
 
 def draft_cache_bytes(model: ModelOnMesh, room: CacheRoom) -> int:

@@ -26,10 +26,12 @@ from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.layer_window import WindowDecoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text_stream import ChatGenerator, TextGenerator
+from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.models import ModelConfig, Transformer, with_kv_cache
 from jaxstack.models.huggingface.families import check_model
 from jaxstack.module_arrays.module import ModuleArrays
+from jaxstack.observe.number_format import byte_size
 from jaxstack.parallel import ParallelConfig
 from jaxstack.precision import PrecisionConfig
 from jaxstack.run import generate as generation
@@ -292,9 +294,29 @@ def load_decoder(
     module = ModuleArrays(
         lambda rngs: with_kv_cache(Transformer(unrolled, rngs, dtype=dtype), config.precision.kv_cache)
     )
-    params = stored.read(cast_shapes(module, rules), unrolled, form=form, step=step)
+    wanted = cast_shapes(module, rules)
+    if not stored.packed:
+        _check_weights(wanted)
+    params = stored.read(wanted, unrolled, form=form, step=step)
     check_finite(params, stored)
     return Decoder(module, params, initial_variables(module), rules, vocab_size=vocab_size)
+
+
+def _check_weights(wanted: Params) -> None:
+    """Check that each device's memory has room for its part of the weights.
+
+    Raises:
+      ConfigError: it has not.
+    """
+    available = memory_per_device()
+    shapes = jax.tree.leaves(wanted)
+    taken = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in shapes)
+    if available is not None and taken > available:
+        raise ConfigError(
+            f"the weights take {byte_size(taken)} on each device, which has {byte_size(available)}; use more devices "
+            f"(parallel.tensor={-(-taken // available) * shapes[0].sharding.mesh.shape['tensor']} or more), or a "
+            "quantized checkpoint."
+        )
 
 
 class RewardHead(NamedTuple):

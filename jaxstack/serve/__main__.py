@@ -63,11 +63,15 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--name", metavar="NAME", help="name of the model for clients (default: the name of the directory)"
     )
+    parser.add_argument(
+        "--plan", action="store_true", help="print slots, pages and the bytes of weights and caches, and exit"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to load (default: the newest)")
     return add_examples(
         parser,
         "serve --run runs/quickstart",
         "serve --run models/qwen2.5-0.5b --port 9000 engine.slots=32",
+        "serve --run models/qwen2.5-0.5b engine.slots=256 --plan",
         "serve --run models/qwen2.5-7b --draft models/qwen2.5-0.5b",
         "serve --run models/qwen2.5-7b --adapter sql=runs/sql --adapter legal=models/legal-lora",
     )
@@ -101,8 +105,8 @@ def _serve(args: argparse.Namespace) -> None:
         from jaxstack.serve.pair_scores import Classifier
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'jaxstack[serve]'.") from None
-    bound = bind(args.host, args.port)
-    with contextlib.closing(bound):
+    with contextlib.ExitStack() as stack:
+        bound = None if args.plan else stack.enter_context(contextlib.closing(bind(args.host, args.port)))
         from jaxstack.run.adapters import read_adapter
         from jaxstack.run.load import find_reward_head, load
 
@@ -122,6 +126,9 @@ def _serve(args: argparse.Namespace) -> None:
             engine_config = engine_config.model_copy(
                 update={"draft_tokens": engine_config.draft_tokens or _DRAFT_TOKENS}
             )
+        if bound is None:
+            print(_plan(run.decoder, engine_config, draft))
+            return
         _report(f"[{args.run}, step {run.step}] compiling")
         tokenizer = run.tokenizer
         name = args.name or Path(args.run).resolve().name
@@ -143,6 +150,16 @@ def _serve(args: argparse.Namespace) -> None:
                 classifier=None if head is None else Classifier(head.weights, head.encode),
                 report=_report,
             )
+
+
+def _plan(model: "Decoder", config: "EngineConfig", draft: "Decoder | None") -> str:
+    """Return what a server of these sizes keeps in the memory of each replica's devices."""
+    from jaxstack.decoding.memory_plan import describe_memory
+    from jaxstack.serve.engine import split_replicas
+
+    first, *others = split_replicas(model)
+    lines = [f"{1 + len(others)} replicas (parallel.data), each with:"] if others else []
+    return "\n".join([*lines, describe_memory(first, config, None if draft is None else split_replicas(draft)[0])])
 
 
 def _adapter(argument: str) -> tuple[str, str]:

@@ -13,9 +13,13 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
+from jaxstack.decoding.engine import Engine
+from jaxstack.observe.number_format import byte_size
+from jaxstack.run.load import load
 from jaxstack.serve.__main__ import API_KEY, main
 from jaxstack.serve.config import EngineConfig, ServerConfig
 from tests.word_models import make_word_model
@@ -138,3 +142,26 @@ def test_a_wrong_setting_is_told_with_code_2(arguments, message, tmp_path, capsy
     assert main(["--run", str(tmp_path), "--port", "0", *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said
+
+
+@pytest.mark.longer
+def test_a_plan_is_printed_without_serving(tmp_path, capsys, monkeypatch):
+    """With the numbers of the engine that would run; what does not fit is one message with numbers, and code 2."""
+    model = make_word_model("llama", tmp_path / "llama")
+    asked = ["--run", str(model), "--plan", "engine.page_size=8", "engine.pages=40", "parallel.tensor=1"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"cache of keys and values +(\S+ \S+) +40 pages of 8 tokens, (\S+ \S+) each: 320 tokens", said)
+    run = load(model, ["parallel.tensor=1"])
+    run.decoder.join_projections()
+    config = EngineConfig(page_size=8, pages=40)
+    with Engine(run.decoder, config, warm_up=False, start=False) as engine:
+        kept = sum(x.nbytes for x in jax.tree.leaves(engine.programs._pages))
+    assert found is not None and found[1] == byte_size(kept) and found[2] == byte_size(kept / 40)
+    assert re.search(rf"weights +{re.escape(byte_size(run.decoder.weight_bytes))}\n", said)
+    assert "16 requests at a time (engine.slots)" in said and "would fit: " in said
+    assert main([*asked, "engine.slots=1000000000"]) == 2
+    assert re.search(r"logits of 1,000,000,000 requests .* at most [\d,]+", capsys.readouterr().err)
+    monkeypatch.setattr("jaxstack.run.load.memory_per_device", lambda: 1000)
+    assert main(asked) == 2
+    assert "the weights take " in capsys.readouterr().err
