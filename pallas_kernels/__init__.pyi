@@ -12,6 +12,7 @@ from .collective_matmul.api import matmul_reduce_scatter as matmul_reduce_scatte
 from .cross_entropy.api import linear_cross_entropy as linear_cross_entropy
 from .cross_entropy.api import linear_cross_entropy_sum as linear_cross_entropy_sum
 from .delta_rule.api import gated_delta_rule as gated_delta_rule
+from .delta_rule.sharded import gated_delta_rule_over_shards as gated_delta_rule_over_shards
 from .dispatch import Choice as Choice
 from .dispatch import NotSupported as NotSupported
 from .dispatch import record_choices as record_choices
@@ -40,6 +41,7 @@ from .normalization.api import rms_norm as rms_norm
 from .pointwise.gated import swiglu as swiglu
 from .pointwise.rotary import apply_rotary as apply_rotary
 from .ssd.api import ssd as ssd
+from .ssd.sharded import ssd_over_shards as ssd_over_shards
 from .target import Target as Target
 from .target import current_target as current_target
 from .target import lowering_platform as lowering_platform

@@ -28,6 +28,14 @@ class Recurrent(Mixer):
     def own_heads(self) -> int:
         return self.num_heads
 
+    def context_parallel_problem(self, method: str | None) -> str | None:
+        if method != "ring":
+            return None
+        return f"{self.described} takes parallel.context_method all_gather, all_to_all or auto; found {method}."
+
+    def exchanges_heads(self, method: str | None) -> bool:
+        return method == "all_to_all"
+
 
 class StateSpace(Recurrent):
     """State space layers (Mamba-2; Dao & Gu 2024, arXiv:2405.21060), which `layer_types` ssd and ssd_only have.

@@ -13,15 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.delta_rule.mosaic_backward import record_states, reverse
-from pallas_kernels.delta_rule.mosaic_forward import (
-    CHUNK,
-    SLICE,
-    RecurrenceConfig,
-    recur,
-    solve_chunks,
-)
+from pallas_kernels.delta_rule.mosaic_forward import recur, solve_chunks
 from pallas_kernels.delta_rule.mosaic_gradients import ChunkInputs, chunk_gradients
+from pallas_kernels.delta_rule.mosaic_parts import CHUNK, SLICE, RecurrenceConfig
 from pallas_kernels.delta_rule.request import DeltaRuleRequest
+from pallas_kernels.hopper.replay import count_programs
 from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.hopper.wgmma import TILE_ROWS
 from pallas_kernels.sequence_parts import in_chunks
@@ -56,16 +52,29 @@ def lower_priority_reason(request: DeltaRuleRequest) -> str | None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Compile-time arguments of a call: factor of the queries, slices of the values in a program, interpret mode."""
+    """Compile-time arguments of a call.
+
+    Attributes:
+        scale: factor of the queries.
+        slices: slices of the values in a program.
+        programs: programs that compute the same slices of the forward.
+        interpret: True to interpret the kernels on a CPU.
+    """
 
     scale: float
     slices: int
+    programs: int
     interpret: bool
 
     @property
     def recurrence(self) -> RecurrenceConfig:
         """Description of the kernels that take one chunk after the other."""
         return RecurrenceConfig(self.scale, self.slices, interpret=self.interpret)
+
+    @property
+    def forward(self) -> RecurrenceConfig:
+        """Description of the one of them that computes outputs."""
+        return dataclasses.replace(self.recurrence, programs=self.programs)
 
     @property
     def parallel(self) -> dict[str, Any]:
@@ -76,11 +85,12 @@ class _Plan:
 
 def apply(request: DeltaRuleRequest) -> tuple[Float[Array, "B T N V"], Float[Array, "B N D V"]]:
     """Return the outputs [B, T, N, V] in the dtype of v, and the state [B, N, D, V] after the last token."""
-    batch, _, heads, width = request.v.shape
+    batch, tokens, heads, width = request.v.shape
     slices = width // SLICE
     if batch * heads * slices <= multiprocessors():
         slices = 1
-    plan = _Plan(request.scale, slices, INTERPRET)
+    programs = count_programs(batch * heads * (width // SLICE // slices), -(-tokens // CHUNK))
+    plan = _Plan(request.scale, slices, programs, INTERPRET)
     arrays = request.q, request.k, request.v, request.log_decay, request.beta, request.state, request.documents
     return cast(tuple[jax.Array, jax.Array], _apply(plan, *arrays))
 
@@ -93,14 +103,14 @@ def _apply(plan: _Plan, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     gates, first = _gates(log_decay, beta, documents)
     q, k, v = (_for_tma(x) for x in (q, k, v))
     chunks = solve_chunks(q, k, gates, first, with_beta=True, **plan.parallel)
-    out, last = recur(plan.recurrence, chunks, v, gates, state.mT)
+    out, last = recur(plan.forward, chunks, v, gates, state.mT)
     return out[:, :tokens], last.mT
 
 
 def _gates(
     log_decay: Float[Array, "B T N"], beta: Float[Array, "B T N"], documents: jax.Array | None
 ) -> tuple[Float[Array, "B N n 7 C"], Int[Array, "B n C"] | None]:
-    """Return the gates of each chunk's tokens (`mosaic_forward.TOTAL`), and the first visible tokens or None."""
+    """Return the gates of each chunk's tokens (`mosaic_parts.TOTAL`), and the first visible tokens or None."""
     log_decay, beta = (jnp.moveaxis(in_chunks(x, CHUNK), 3, 1) for x in (log_decay, beta))
     total = jnp.cumsum(log_decay, -1)
     grown = jnp.exp(total)

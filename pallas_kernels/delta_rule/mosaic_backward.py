@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.delta_rule.mosaic_forward import (
-    BETA,
+from pallas_kernels.delta_rule.mosaic_forward import Solved
+from pallas_kernels.delta_rule.mosaic_parts import (
     CHUNK,
     FINE,
     GATES,
@@ -34,8 +34,8 @@ from pallas_kernels.delta_rule.mosaic_forward import (
     REST,
     SLICE,
     RecurrenceConfig,
-    Solved,
     load_transposed,
+    next_state,
     of_tokens,
     store_transposed,
 )
@@ -170,16 +170,17 @@ def _record_body(
             plgpu.copy_smem_to_gmem(staging, target.at[place.batch, place.head, chunk, place.columns])
 
         slot = config.ring.slot(chunk)
-        state = _record_chunk(
+        after = next_state(
             config,
             buffers,
             slot,
             state,
-            lambda: store(buffers.state.at[place.warpgroup], state, states),
-            lambda new: store(buffers.new.at[place.warpgroup], new, news),
+            with_beta=False,
+            store_state=lambda: store(buffers.state.at[place.warpgroup], state, states),
+            store_new=lambda new: store(buffers.new.at[place.warpgroup], new, news),
         )
         config.ring.release(slot, buffers.empty)
-        return state
+        return after
 
     def consume() -> None:
         own = place.batch, place.head, place.columns
@@ -188,43 +189,6 @@ def _record_body(
         plgpu.wait_smem_to_gmem(0)
 
     pipeline.specialize(place.warpgroup, config.slices, consume, produce)
-
-
-def _record_chunk(
-    config: RecurrenceConfig,
-    buffers: _RecordBuffers,
-    slot: Index,
-    state: jax.Array,
-    store_state: Callable[[], None],
-    store_new: Callable[[jax.Array], None],
-) -> jax.Array:
-    """Return the state after a chunk [64, D]; `store_state` and `store_new` are called while tensor cores multiply."""
-    k = buffers.k.at[slot]
-    gates = buffers.gates.at[slot]
-    plgpu.barrier_wait(buffers.k_full.at[slot])
-
-    def read(found: Accumulator) -> tuple[jax.Array, jax.Array]:
-        found.add(state.astype(FINE), k.transpose((1, 0)))
-        store_state()
-        values = of_tokens(gates.at[BETA]) * load_transposed(buffers.v.at[slot, lax.axis_index("warpgroup")])
-        plgpu.barrier_wait(buffers.solved_full.at[slot])
-        missing = values + of_tokens(gates.at[READ]) * found.load()
-
-        def solve(new: Accumulator) -> tuple[jax.Array, jax.Array]:
-            new.add(missing.astype(FINE), buffers.solved.at[slot].transpose((1, 0)))
-            kept = state * gates[GROWN, CHUNK - 1]
-            return kept, new.load()
-
-        return wgmma.accumulate(solve, _SQUARE, interpret=config.interpret)
-
-    kept, new = wgmma.accumulate(read, _SQUARE, interpret=config.interpret)
-
-    def write(state: Accumulator) -> jax.Array:
-        state.add((new * of_tokens(gates.at[REST])).astype(FINE), k)
-        store_new(new)
-        return state.load()
-
-    return wgmma.accumulate(write, kept, interpret=config.interpret)
 
 
 # --- the gradients of the states after each chunk ------------------------------------------------------------------

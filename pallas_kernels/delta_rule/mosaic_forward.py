@@ -10,14 +10,14 @@ j < i, and S the state before it, the values that its tokens add to the state ar
 `solve_chunks` computes `solved` and `inside`, which are small, for all chunks at a time; `recur` does the rest. In the
 recurrence a warpgroup owns 64 value columns of the state of one head. It keeps their transpose, [64, D], in registers,
 as it does all products that depend on the state: each is the left operand of the next one, so that none has to pass
-through shared memory, which would take longer than the products.
+through shared memory, which would take longer than the products. If there are few heads, several programs compute the
+same columns, each the outputs of its own chunks (`pallas_kernels.hopper.replay`).
 
 Dims: B batch, T tokens, n chunks of C tokens, K key heads, N value heads, D key width, V value width.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -25,61 +25,33 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.hopper import pipeline, wgmma
-from pallas_kernels.hopper.pipeline import Ring
-from pallas_kernels.hopper.wgmma import ROWS, Accumulator, tiled_smem
+from pallas_kernels.delta_rule.mosaic_parts import (
+    BETA,
+    CHUNK,
+    FADED,
+    FINE,
+    GATES,
+    GROWN,
+    REST,
+    SLICE,
+    TOTAL,
+    TOTAL_AGAIN,
+    RecurrenceConfig,
+    load_transposed,
+    next_state,
+    of_tokens,
+    store_transposed,
+)
+from pallas_kernels.hopper import pipeline, replay, wgmma
+from pallas_kernels.hopper.wgmma import Accumulator, tiled_smem
 from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu, speed_up_lowering
 
-CHUNK = ROWS
-"""Tokens of a chunk: the rows of one tensor-core product."""
-SLICE = ROWS
-"""Value columns of the state that one warpgroup owns."""
-TOTAL, TOTAL_AGAIN, BETA, READ, FADED, GROWN, REST = range(7)
-"""Rows of `gates`: G, beta, -beta e^G, -e^G, e^G and e^(G_C - G).
-
-The last four are 0 for tokens that the state does not meet: those of another document than the state before the chunk
-or, for the last row, after it. G is there twice: jax 0.11 makes one load of two of the same array, which then has only
-one layout. Two have a sign so that no product is negated: the compiler would do that before the product has ended, and
-wait for it.
-"""
-GATES = 7
 _SOLVERS = 3
 """Warpgroups of a program that solve chunks, as many as fit in registers and shared memory."""
+_SHARE = 5 / 8
+"""Products for the state of a chunk, relative to those for its state and its outputs, with keys of 128."""
 _HALFWAY = 16
 """Size of the inverted blocks when the next chunk's inputs are loaded."""
-FINE = jnp.float16
-"""Dtype of the operands of products. It rounds with three bits more than bfloat16.
-
-So nearly all of the error of an output is that of its own rounding. Numbers of q and v must be less than 65504,
-float16's largest, and lose bits below 1e-4; the small matrices have no entry of more than 2, as the rule with keys of
-at most length 1 never makes a state longer.
-"""
-
-
-@dataclass(frozen=True)
-class RecurrenceConfig:
-    """Compile-time description of the recurrence over chunks.
-
-    Attributes:
-        scale: Factor of the queries.
-        slices: Slices of 64 value columns that one program computes, one for each of its computing warpgroups. With
-            one, a call of few heads uses more multiprocessors; with two, q, k and the small matrices are loaded once
-            for both.
-        stages: Chunks in flight from global memory.
-        interpret: True to interpret the kernel on a CPU.
-    """
-
-    scale: float
-    slices: int = 1
-    stages: int = 3
-    interpret: bool = False
-
-    @property
-    def ring(self) -> Ring:
-        """Circular shared-memory buffer of chunks."""
-        return Ring(self.stages, self.interpret)
-
-
 # --- all chunks at a time ----------------------------------------------------------------------------------------
 
 
@@ -360,6 +332,7 @@ class _Buffers(NamedTuple):
     gates: Ref
     out: Ref
     k_full: Ref
+    q_full: Ref
     solved_full: Ref
     inside_full: Ref
     empty: Ref
@@ -387,8 +360,8 @@ def recur(
         consumers=config.slices,
         interpret=config.interpret,
         out_type=(jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)),
-        grid=(value_width // (SLICE * config.slices), heads, batch),
-        grid_names=("part", "head", "batch"),
+        grid=(value_width // (SLICE * config.slices), heads, batch, config.programs),
+        grid_names=("part", "head", "batch", "program"),
         scratch_types=_Buffers(
             q=token_rows,
             k=token_rows,
@@ -397,7 +370,8 @@ def recur(
             inside=square,
             gates=plgpu.SMEM((stages, GATES, CHUNK), jnp.float32),
             out=tiled_smem((config.slices, CHUNK, SLICE), v.dtype),
-            k_full=plgpu.Barrier(num_arrivals=3 + config.slices, num_barriers=stages),
+            k_full=plgpu.Barrier(num_arrivals=2 + config.slices, num_barriers=stages),
+            q_full=plgpu.Barrier(num_barriers=stages),
             solved_full=plgpu.Barrier(num_barriers=stages),
             inside_full=plgpu.Barrier(num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=config.slices, num_barriers=stages),
@@ -413,18 +387,21 @@ def recur(
 
 
 class _Place(NamedTuple):
-    """The head and the value columns that a program computes."""
+    """The head and the value columns that a program computes, its first own chunk, and the one after its last."""
 
     batch: Index
     head: Index
     part: Index
+    begin: Index
+    end: Index
 
 
 def _recurrence_body(config: RecurrenceConfig, *refs: Ref) -> None:
     inputs = _Inputs(*refs[:7])
     out, last, *scratch = refs[7:]
     buffers = _Buffers(*scratch)
-    place = _Place(*(lax.axis_index(name) for name in ("batch", "head", "part")))
+    own = replay.own_chunks(inputs.gates.shape[2], config.programs, _SHARE, lax.axis_index("program"))
+    place = _Place(lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("part"), *own)
     pipeline.specialize(
         lax.axis_index("warpgroup"),
         config.slices,
@@ -435,8 +412,13 @@ def _recurrence_body(config: RecurrenceConfig, *refs: Ref) -> None:
 
 def _load(config: RecurrenceConfig, inputs: _Inputs, buffers: _Buffers, place: _Place) -> None:
     """Load one chunk after the other, as the loading warpgroup."""
-    chunks = inputs.gates.shape[2]
     key_head = lax.div(place.head, inputs.v.shape[2] // inputs.k.shape[2])
+
+    def load_for_outputs(chunk: Index, slot: Index) -> None:
+        queries = inputs.q.at[place.batch, pl.ds(chunk * CHUNK, CHUNK), key_head]
+        plgpu.copy_gmem_to_smem(queries, buffers.q.at[slot], buffers.q_full.at[slot])
+        inside = inputs.inside.at[place.batch, place.head, chunk]
+        plgpu.copy_gmem_to_smem(inside, buffers.inside.at[slot], buffers.inside_full.at[slot])
 
     def load(chunk: Index, slot: Index, acquire: Callable[..., None]) -> None:
         tokens = pl.ds(chunk * CHUNK, CHUNK)
@@ -449,13 +431,14 @@ def _load(config: RecurrenceConfig, inputs: _Inputs, buffers: _Buffers, place: _
             columns = pl.ds((place.part * config.slices + index) * SLICE, SLICE)
             values = inputs.v.at[place.batch, tokens, place.head, columns]
             plgpu.copy_gmem_to_smem(values, buffers.v.at[slot, index], k_full)
-        queries = inputs.q.at[place.batch, tokens, key_head]
-        plgpu.copy_gmem_to_smem(queries, buffers.q.at[slot], k_full)
         plgpu.copy_gmem_to_smem(inputs.solved.at[matrix], buffers.solved.at[slot], buffers.solved_full.at[slot])
-        plgpu.copy_gmem_to_smem(inputs.inside.at[matrix], buffers.inside.at[slot], buffers.inside_full.at[slot])
+        if config.programs == 1:
+            load_for_outputs(chunk, slot)
+        else:
+            pl.when(chunk >= place.begin)(lambda: load_for_outputs(chunk, slot))
 
-    config.ring.produce(0, chunks, load)
-    config.ring.drain(chunks, buffers.empty)
+    config.ring.produce(0, place.end, load)
+    config.ring.drain(place.end, buffers.empty)
 
 
 def _recur(config: RecurrenceConfig, inputs: _Inputs, out: Ref, last: Ref, buffers: _Buffers, place: _Place) -> None:
@@ -473,9 +456,15 @@ def _recur(config: RecurrenceConfig, inputs: _Inputs, out: Ref, last: Ref, buffe
         store_transposed(staging, result)
         plgpu.commit_smem()
 
-        @pl.when(chunk >= 0)
+        @pl.when(chunk >= place.begin)
         def _():
             plgpu.copy_smem_to_gmem(staging, out.at[place.batch, pl.ds(chunk * CHUNK, CHUNK), place.head, columns])
+
+    def repeat(chunk: Index, state: jax.Array) -> jax.Array:
+        slot = config.ring.slot(chunk)
+        state = next_state(config, buffers, slot, state, with_beta=True)
+        config.ring.release(slot, buffers.empty)
+        return state
 
     def step(chunk: Index, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         state, before = carry
@@ -485,27 +474,18 @@ def _recur(config: RecurrenceConfig, inputs: _Inputs, out: Ref, last: Ref, buffe
         config.ring.release(slot, buffers.empty)
         return state, result
 
-    start = plgpu.load(inputs.state.at[own], layout=plgpu.Layout.WGMMA, optimized=False)
+    state = plgpu.load(inputs.state.at[own], layout=plgpu.Layout.WGMMA, optimized=False)
+    if config.programs > 1:
+        state = lax.fori_loop(0, place.begin, repeat, state)
     nothing = wgmma.zeros(SLICE, CHUNK).astype(out.dtype)
-    state, result = lax.fori_loop(0, chunks, step, (start, nothing))
-    store(jnp.int32(chunks - 1), result)
-    last.at[own][...] = state
+    state, result = lax.fori_loop(place.begin, place.end, step, (state, nothing))
+    store(jnp.int32(place.end - 1), result)
+
+    @pl.when(place.end == chunks)
+    def _():
+        last.at[own][...] = state
+
     plgpu.wait_smem_to_gmem(0)
-
-
-def of_tokens(gate: Ref) -> jax.Array:
-    """Return one number for each token, [C], as a matrix [64, C] that has them in its columns."""
-    return lax.broadcast_in_dim(wgmma.load_columns(gate), (SLICE, CHUNK), [1])
-
-
-def load_transposed(ref: Ref) -> jax.Array:
-    """Return the transpose of [C, 64] in shared memory as float32, in the register layout of an accumulator."""
-    return plgpu.load(ref.transpose((1, 0)), layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-
-
-def store_transposed(ref: Ref, value: jax.Array) -> None:
-    """Store [64, C], in the register layout of an accumulator, as its transpose [C, 64] in shared memory."""
-    ref.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def _next_chunk(
@@ -538,6 +518,7 @@ def _next_chunk(
         return wgmma.accumulate(solve, square, interpret=config.interpret)
 
     plgpu.barrier_wait(buffers.k_full.at[slot])
+    plgpu.barrier_wait(buffers.q_full.at[slot])
     out, kept, new = wgmma.accumulate(read, square, square, interpret=config.interpret)
 
     def write(out: Accumulator, state: Accumulator) -> tuple[jax.Array, jax.Array]:

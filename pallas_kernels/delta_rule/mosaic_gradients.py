@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.delta_rule.mosaic_forward import (
+from pallas_kernels.delta_rule.mosaic_parts import (
     BETA,
     CHUNK,
     FINE,
@@ -60,7 +60,7 @@ class ChunkInputs(NamedTuple):
         v, d_out, y: [B, T, N, V].
         states, d_states: transposed state before each chunk and gradient of the one after it, [B, N, n, V, D].
         new: transposed values that each chunk adds to the state, [B, N, n, V, C].
-        gates: see `mosaic_forward.TOTAL`, float32 [B, N, n, 7, C].
+        gates: see `mosaic_parts.TOTAL`, float32 [B, N, n, 7, C].
         factor: power of two that gradients are multiplied by, float32 [1].
     """
 

@@ -1,8 +1,8 @@
 """The state space layer in Hopper kernels, with its gradients.
 
-The forward is one kernel, a program for each head. The backward is two: one computes the states before all chunks once
-more, and the gradients of the states after them, one chunk after the other; then the other one computes all other
-gradients, of all chunks at once. Nothing but the inputs is saved for it.
+The forward is one kernel, a program for each head, or several where heads are few. The backward is two: one computes
+the states before all chunks once more, and the gradients of the states after them, one chunk after the other; then the
+other one computes all other gradients, of all chunks at once. Nothing but the inputs is saved for it.
 
 Dims: those of `pallas_kernels.ssd.request`; the kernels see heads of 64 channels, of which wider heads have several.
 """
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.hopper.replay import count_programs
 from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.hopper.wgmma import TILE_ROWS
 from pallas_kernels.ssd.mosaic_forward import forward
@@ -57,27 +58,30 @@ def compute(request: SsdRequest) -> tuple[Float[Array, "B T N P"], Float[Array, 
     tokens = _for_tma(x.reshape(*x.shape[:2], heads, CHANNELS))
     factors = jnp.repeat(factors, share, axis=1)
     inputs = Sequences(tokens, _for_tma(request.b), _for_tma(request.c), factors, documents)
-    y, last = _run_kernels(INTERPRET, inputs, state.reshape(state.shape[0], heads, CHANNELS, -1))
+    programs = count_programs(x.shape[0] * heads, factors.shape[2])
+    plan = SsdPlan(1, _FORWARD_STAGES, programs, INTERPRET)
+    y, last = _run_kernels(plan, inputs, state.reshape(state.shape[0], heads, CHANNELS, -1))
     return y[:, : x.shape[1]].reshape(x.shape), last.reshape(state.shape)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # Equal calls, one a layer, are traced and lowered once.
-def _forward(interpret: bool, inputs: Sequences, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return forward(SsdPlan(1, _FORWARD_STAGES, interpret), inputs, state)
+def _forward(plan: SsdPlan, inputs: Sequences, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return forward(plan, inputs, state)
 
 
-def _forward_rule(interpret: bool, inputs: Sequences, state: jax.Array) -> tuple:
-    return _forward(interpret, inputs, state), (inputs, state)
+def _forward_rule(plan: SsdPlan, inputs: Sequences, state: jax.Array) -> tuple:
+    return _forward(plan, inputs, state), (inputs, state)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward_rule(interpret: bool, saved: tuple[Sequences, jax.Array], cotangents: tuple) -> tuple:
+def _backward_rule(forward_plan: SsdPlan, saved: tuple[Sequences, jax.Array], cotangents: tuple) -> tuple:
     inputs, state = saved
+    interpret = forward_plan.interpret
     d_y, d_last = cotangents
     d_y = d_y.astype(inputs.x.dtype)
-    plan = SsdPlan(1, _STATE_STAGES, interpret)
+    plan = SsdPlan(1, _STATE_STAGES, interpret=interpret)
     states, d_states, d_state = chunk_states(plan, StateInputs(inputs, d_y, state, d_last))
-    plan = SsdPlan(2, _GRADIENT_STAGES, interpret)
+    plan = SsdPlan(2, _GRADIENT_STAGES, interpret=interpret)
     found = gradients(plan, GradientInputs(inputs, d_y, states, d_states), _head_parts(inputs))
     length = inputs.b.shape[1]
     d_b, d_c = (z.sum(axis=0)[:, :length].astype(inputs.b.dtype) for z in (found.b, found.c))

@@ -34,12 +34,14 @@ class SsdPlan:
     Attributes:
         warpgroups: Computing warpgroups of a program.
         stages: Chunks in flight from global memory.
+        programs: Programs that compute a head of the forward, see `pallas_kernels.hopper.replay`.
         interpret: True to interpret the kernel on a CPU.
         automatic_barriers: True to have the compiler put barriers around all accesses to shared memory.
     """
 
     warpgroups: int = 1
     stages: int = 3
+    programs: int = 1
     interpret: bool = False
     automatic_barriers: bool = False
 

@@ -24,11 +24,12 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer, step_size_bias
 from jaxstack.models.layer import CacheRoom, CacheSlots, Context, Layer, LayerCache, ParameterCount, SegmentIds
 from jaxstack.models.linear import Linear, apply_scattered, apply_together
-from jaxstack.models.mixers.short_convolution import ShortConvolution, convolve_and_keep, short_convolution
+from jaxstack.models.mixers.context_states import convolution_over, gathers_states
+from jaxstack.models.mixers.short_convolution import ShortConvolution, convolve_and_keep
 from jaxstack.models.norm import LayerInput, make_norm
 from jaxstack.models.recurrent import GatedDelta
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
-from pallas_kernels import gated_delta_rule, with_whole_sequences
+from pallas_kernels import gated_delta_rule, gated_delta_rule_over_shards, with_whole_sequences
 
 
 class GatedDeltaCache(NamedTuple):
@@ -143,7 +144,8 @@ class GatedDeltaNet(nnx.Module):
     ) -> Float[Array, "B T N V"]:
         """Compute the outputs of the heads before the norm, for raw inputs that may be a part of the sequence.
 
-        Inside a `shard_map` over `context` an all-to-all gives each device whole sequences of a part of the heads.
+        Inside a `shard_map` over `context` an all-to-all gives each device whole sequences of a part of the heads, or
+        devices gather the maps of the states, see `gathers_states`.
 
         Args:
           weights: of these heads, from `_weights_of_heads`.
@@ -153,6 +155,12 @@ class GatedDeltaNet(nnx.Module):
             return self._recur(v, q, k, segment_ids, beta, dt, *weights)
 
         width = v.shape[-1]
+        keys, heads = k.shape[3], v.shape[2]
+        numbers = 2 * k.shape[2] * keys + heads * (2 * width + 1 + dt[0, 0, 0].size)
+        state_bytes = 4 * heads * keys * (keys + width)
+        kernel = self.kind.conv_kernel
+        if gathers_states(axis, v.shape[1], heads, kernel, numbers * v.dtype.itemsize, state_bytes):
+            return self._recur(v, q, k, segment_ids, beta, dt, *weights, axis=axis)
 
         def whole(joined: jax.Array, q: jax.Array, k: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
             count = joined.shape[2]
@@ -173,16 +181,24 @@ class GatedDeltaNet(nnx.Module):
         beta: Float[Array, "B T N"],
         dt: Float[Array, "B T N *channels"],
         *weights: jax.Array,
+        axis: str | None = None,
     ) -> Float[Array, "B T N V"]:
-        """Compute the outputs of the heads before the norm, for the raw inputs of whole sequences."""
+        """Compute the outputs of the heads before the norm, for the raw inputs of whole sequences.
+
+        Args:
+          axis: the mesh axis on whose devices the inputs are parts of the sequences; None: they are whole.
+        """
         *taps, a_log, dt_bias = weights
         of_key_head = slice(None, None, v.shape[2] // k.shape[2])
         q, k, v = (
-            short_convolution(x, jnp.moveaxis(w, 0, 1), segment_ids=segment_ids)
+            convolution_over(axis)(x, jnp.moveaxis(w, 0, 1), segment_ids=segment_ids)
             for x, w in zip((q, k, v), (taps[0][of_key_head], taps[1][of_key_head], taps[2]), strict=True)
         )
         decay, beta = self._gates(dt, beta, a_log, dt_bias)
-        return gated_delta_rule(_of_length_1(q), _of_length_1(k), v, decay, beta, segment_ids=segment_ids)[0]
+        q, k = _of_length_1(q), _of_length_1(k)
+        if axis is not None:
+            return gated_delta_rule_over_shards(q, k, v, decay, beta, axis_name=axis, segment_ids=segment_ids)
+        return gated_delta_rule(q, k, v, decay, beta, segment_ids=segment_ids)[0]
 
     def _gates(
         self,

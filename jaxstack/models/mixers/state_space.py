@@ -20,12 +20,13 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer, step_size_bias
 from jaxstack.models.layer import CacheRoom, CacheSlots, Context, Layer, LayerCache, ParameterCount, SegmentIds
 from jaxstack.models.linear import Linear, apply_scattered, apply_together
-from jaxstack.models.mixers.short_convolution import ShortConvolution, convolve_and_keep, short_convolution
+from jaxstack.models.mixers.context_states import convolution_over, gathers_states
+from jaxstack.models.mixers.short_convolution import ShortConvolution, convolve_and_keep
 from jaxstack.models.norm import LayerInput
 from jaxstack.models.recurrent import StateSpace
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
 from jaxstack.parallel.rules import KEEP_FLOAT32
-from pallas_kernels import ssd, with_whole_sequences
+from pallas_kernels import ssd, ssd_over_shards, with_whole_sequences
 
 
 class StateSpaceCache(NamedTuple):
@@ -128,7 +129,8 @@ class StateSpaceLayer(nnx.Module):
     ) -> Float[Array, "B T N P"]:
         """Compute the outputs of the heads before the gate, for raw inputs that may be a part of the sequence.
 
-        Inside a `shard_map` over `context` an all-to-all gives each device whole sequences of a part of the heads.
+        Inside a `shard_map` over `context` an all-to-all gives each device whole sequences of a part of the heads, or
+        devices gather the states, see `gathers_states`.
 
         Args:
           weights: of these heads, from `_weights_of_heads`.
@@ -136,6 +138,13 @@ class StateSpaceLayer(nnx.Module):
         axis = context_axis()
         if axis is None:
             return self._recur(x, b, c, segment_ids, dt, *weights)
+
+        heads, channels = x.shape[2:]
+        numbers = 2 * b.shape[2] * b.shape[3] + heads * (2 * channels + 1)
+        state_bytes = 4 * heads * (channels * b.shape[3] + 1)
+        kernel = self.kind.conv_kernel
+        if gathers_states(axis, x.shape[1], heads, kernel, numbers * x.dtype.itemsize, state_bytes):
+            return self._recur(x, b, c, segment_ids, dt, *weights, axis=axis)
 
         def whole(joined: jax.Array, b: jax.Array, c: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
             count = joined.shape[2]
@@ -154,16 +163,25 @@ class StateSpaceLayer(nnx.Module):
         segment_ids: SegmentIds,
         dt: Float[Array, "B T N"],
         *weights: jax.Array,
+        axis: str | None = None,
     ) -> Float[Array, "B T N P"]:
-        """Compute the outputs of the heads before the gate, for the raw inputs of whole sequences."""
+        """Compute the outputs of the heads before the gate, for the raw inputs of whole sequences.
+
+        Args:
+          axis: the mesh axis on whose devices the inputs are parts of the sequences; None: they are whole.
+        """
         *convolutions, a_log, dt_bias, skip = weights
         one_per_group = slice(None, None, x.shape[2] // b.shape[2])
         parts = ((x, slice(None)), (b, one_per_group), (c, one_per_group))
         x, b, c = (
-            short_convolution(y, jnp.moveaxis(taps[heads], 0, 1), bias[heads], segment_ids=segment_ids)
+            convolution_over(axis)(y, jnp.moveaxis(taps[heads], 0, 1), bias[heads], segment_ids=segment_ids)
             for (y, heads), taps, bias in zip(parts, convolutions[::2], convolutions[1::2], strict=True)
         )
-        y, _ = ssd(x, self._step_sizes(dt, dt_bias), -jnp.exp(a_log), b, c, segment_ids=segment_ids)
+        inputs = x, self._step_sizes(dt, dt_bias), -jnp.exp(a_log), b, c
+        if axis is None:
+            y, _ = ssd(*inputs, segment_ids=segment_ids)
+        else:
+            y = ssd_over_shards(*inputs, axis_name=axis, segment_ids=segment_ids)
         return _add_skip(y, x, skip)
 
     def _step_sizes(self, dt: Float[Array, "B T N"], bias: Float[Array, " N"]) -> Float[Array, "B T N"]:

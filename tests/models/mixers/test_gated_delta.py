@@ -85,15 +85,22 @@ TRAINED = (
     "overrides",
     [
         ("parallel.tensor=2", "parallel.context=2", "parallel.fsdp=2"),
+        ("parallel.tensor=2", "parallel.context=2", "parallel.context_method=all_gather"),
         pytest.param(("parallel.tensor=8",), marks=pytest.mark.exhaustive),  # more devices than heads of keys
         pytest.param(("parallel.pipeline=2", "parallel.context=4"), marks=pytest.mark.exhaustive),
     ],
     ids=" ".join,
 )
 def test_layouts_train_as_one_device(overrides):
-    """Each device has some heads, and with `context` whole sequences of fewer heads."""
+    """Each device has some heads, and with `context` whole sequences of fewer heads, or the states of all parts."""
     assert_trains_as_one_device(*overrides, shape=TRAINED)
 
 
 def test_kimi_delta_attention_trains_in_parts_as_on_one_device():
     assert_trains_as_one_device("parallel.tensor=2", "parallel.context=2", "parallel.fsdp=2", shape=KIMI_TRAINED)
+
+
+@pytest.mark.exhaustive
+def test_kimi_delta_attention_gathers_states_where_devices_do_not_divide_the_heads():
+    heads = "model.kda={num_heads: 3, head_dim: 4, num_key_heads: 3, key_head_dim: 6}"
+    assert_trains_as_one_device("parallel.context=2", shape=(*KIMI_TRAINED, heads))

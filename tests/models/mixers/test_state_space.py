@@ -68,12 +68,13 @@ def test_a_hybrid_is_generated_from_and_served():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("groups", [1, 4])
-def test_devices_that_share_heads_and_sequences_train_the_same(groups):
+@pytest.mark.parametrize(("groups", "method"), [(1, "auto"), (4, "auto"), (1, "all_gather")])
+def test_devices_that_share_heads_and_sequences_train_the_same(groups, method):
     ssd = f"{{num_heads: 4, head_dim: 8, state_size: 8, n_groups: {groups}}}"
     shape = [f"model={{num_layers: 2, layer_types: [ssd, ssd_only], ssd: {ssd}}}", "train.sequence_length=32"]
     alone = run_steps(make_trainer(small_config(*shape)), 3)
-    split = run_steps(make_trainer(small_config(*shape, "parallel.tensor=2", "parallel.context=2")), 3)
+    layout = "parallel.tensor=2", "parallel.context=2", f"parallel.context_method={method}"
+    split = run_steps(make_trainer(small_config(*shape, *layout)), 3)
     np.testing.assert_allclose(split, alone, rtol=1e-5)
 
 
@@ -85,8 +86,14 @@ def test_devices_that_share_heads_and_sequences_train_the_same(groups):
         (["model.ssd.time_step_limit=[0.5, 0.1]"], "must be [smallest, largest]; found [0.5, 0.1]"),
         (["model.ssd.time_step_min=0.5"], "time_step_min (0.5) must be at most time_step_max (0.1)"),
         (["parallel.tensor=16"], "model.ssd.num_heads (8) must be divisible by parallel.tensor (16)"),
-        (["parallel.context=16"], "model.ssd.num_heads (8) must be divisible by parallel.context (16)"),
-        (["parallel.context=2", "parallel.context_method=ring"], "layer_types ssd needs whole sequences"),
+        (
+            ["parallel.context=16", "parallel.context_method=all_to_all"],
+            "model.ssd.num_heads (8) must be divisible by parallel.context (16)",
+        ),
+        (
+            ["parallel.context=2", "parallel.context_method=ring"],
+            "layer_types ssd takes parallel.context_method all_gather",
+        ),
         (["model.parametrization=mup", "model.base_width=64"], "layer_types has layers of ssd"),
     ],
 )

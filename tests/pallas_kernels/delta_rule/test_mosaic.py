@@ -9,9 +9,10 @@ import pytest
 
 from pallas_kernels import NotSupported, gated_delta_rule, lowering_platform, record_choices
 from pallas_kernels.delta_rule import mosaic
-from pallas_kernels.delta_rule.mosaic_forward import GROWN, REST
+from pallas_kernels.delta_rule.mosaic_parts import GROWN, REST
+from pallas_kernels.hopper import replay
 from tests.hopper import compile_for_hopper
-from tests.pallas_kernels.delta_rule.cases import Case, check
+from tests.pallas_kernels.delta_rule.cases import Case, check, make_inputs
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 
@@ -32,6 +33,26 @@ def test_error_is_that_of_the_plain_version_and_no_race(name, monkeypatch, capfd
     assert "RACE" not in captured.out + captured.err
 
 
+@needs_mosaic
+@pytest.mark.longer
+@pytest.mark.parametrize("starts", [(), (30, 150, 192, 300)], ids=["one document", "packed"])
+def test_programs_that_share_a_head_give_the_same_bits(starts, monkeypatch, capfd):
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    *tokens, state = make_inputs(Case(length=390, key_heads=1, heads=2))
+    ids = jnp.searchsorted(jnp.asarray(starts), jnp.arange(390), side="right")[None] if starts else None
+
+    def run():
+        return jax.jit(lambda *x: gated_delta_rule(*x, state=state, segment_ids=ids, implementation="mosaic"))
+
+    whole = run()(*tokens)
+    monkeypatch.setattr(replay, "_FEWEST_CHUNKS", 1)
+    assert replay.count_programs(2, 7) == 4
+    shared = run()(*tokens)
+    assert all((x == y).all() and jnp.abs(x).max() > 0.1 for x, y in zip(whole, shared, strict=True))
+    captured = capfd.readouterr()
+    assert "RACE" not in captured.out + captured.err
+
+
 def shapes(length, dtype=jnp.bfloat16, width=128, channels=()):
     keys, values, gates = (1, length, 8, width), (1, length, 16, width), (1, length, 16)
     types = dtype, dtype, dtype, jnp.float32, jnp.float32
@@ -41,22 +62,24 @@ def shapes(length, dtype=jnp.bfloat16, width=128, channels=()):
 
 @needs_mosaic
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("packed", [False, True])
-def test_compiled_for_hopper_with_all_sums_in_registers(packed, monkeypatch, capfd):
+@pytest.mark.parametrize(("packed", "length"), [(False, 900), (True, 4000)], ids=["one program", "packed, three"])
+def test_compiled_for_hopper_with_all_sums_in_registers(packed, length, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
     def loss(*tokens):
-        ids = jnp.arange(4000)[None] // 300 if packed else None
+        ids = jnp.arange(length)[None] // 300 if packed else None
         out, last = jax.checkpoint(lambda *x: gated_delta_rule(*x, segment_ids=ids))(*tokens)
         return (out.astype(jnp.float32) ** 2).sum() + (last**2).sum()
 
     with lowering_platform("cuda"), record_choices() as choices:
-        compile_for_hopper(jax.grad(loss, range(5)), *shapes(4000))
+        compile_for_hopper(jax.grad(loss, range(5)), *shapes(length))
     assert [choice.backend for choice in choices] == ["mosaic"]
     report = "".join(capfd.readouterr())
-    stored = {int(size) for size in re.findall(r"(\d+) bytes spill stores", report)}
+    stored = dict(re.findall(r"properties for (\w+)_mosaic_gpu_kernel\n.* (\d+) bytes spill stores", report))
+    assert {stored.pop(f"delta_rule_{name}") for name in ("recurrence", "states", "reverse")} == {"0"}
     # Kernels that take all chunks at a time keep addresses, the same for all chunks, outside of registers.
-    assert 0 in stored and max(stored) < 200, stored
+    assert set(stored) == {"delta_rule_solve", "delta_rule_gradients"}
+    assert max(map(int, stored.values())) < 250, stored
     assert "serialized" not in report
 
 

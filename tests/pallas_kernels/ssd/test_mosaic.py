@@ -1,6 +1,7 @@
 """The Hopper kernels of the state space layer: interpreted with race detection, and compiled for an H200."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import NotSupported, lowering_platform, record_choices, ssd
+from pallas_kernels.hopper import replay
 from pallas_kernels.ssd import mosaic
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.ssd.cases import NAMES, documents, make_inputs, relative_errors
@@ -39,6 +41,39 @@ def test_errors_are_those_of_bfloat16_and_there_is_no_race(shape, lengths, monke
 
 
 @needs_mosaic
+@pytest.mark.longer
+@pytest.mark.parametrize("lengths", [None, (30, 150, 10, 200)], ids=["one document", "packed"])
+def test_programs_that_share_a_head_give_the_same_bits(lengths, monkeypatch, capfd):
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    inputs, _ = make_inputs(1, 390, 2, 64, 1, 64)
+    ids = None if lengths is None else documents(lengths, 1)
+
+    def run():
+        return jax.jit(lambda *inputs: ssd(*inputs[:5], state=inputs[5], segment_ids=ids, implementation="mosaic"))
+
+    whole = run()(*inputs)
+    monkeypatch.setattr(replay, "_FEWEST_CHUNKS", 1)
+    assert replay.count_programs(2, 7) == 4
+    shared = run()(*inputs)
+    assert all((x == y).all() and jnp.abs(x).max() > 0.1 for x, y in zip(whole, shared, strict=True))
+    captured = capfd.readouterr()
+    assert "RACE" not in captured.out + captured.err
+
+
+def test_a_recurrence_is_divided_where_multiprocessors_are_free():
+    assert [replay.count_programs(heads, 512) for heads in (128, 64, 44, 32, 8)] == [1, 2, 3, 4, 4]
+    assert [replay.count_programs(32, chunks) for chunks in (1, 16, 32, 48)] == [1, 1, 2, 3]
+    share = 2 / 7
+    for programs in (1, 2, 4):
+        firsts = replay.first_chunks(512, programs, share)
+        work = [share * begin + end - begin for begin, end in itertools.pairwise(firsts)]
+        assert firsts[0] == 0 and firsts[-1] == 512 and max(work) - min(work) <= 2
+        for program in range(programs):
+            own = replay.own_chunks(512, programs, share, program)
+            assert tuple(map(int, own)) == firsts[program : program + 2]
+
+
+@needs_mosaic
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("programs", [1, 8], ids=["more heads than buffers", "divided heads"])
 def test_programs_sum_over_the_heads_of_a_group(programs, monkeypatch):
@@ -49,12 +84,16 @@ def test_programs_sum_over_the_heads_of_a_group(programs, monkeypatch):
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("packed", "width"), [(True, 128), (False, 64)])
-def test_compiled_for_hopper_without_spills(packed, width, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("packed", "width", "heads"),
+    [(True, 128, 64), (False, 64, 64), (True, 128, 32), (False, 128, 32)],
+    ids=["packed", "narrow states", "packed, programs that share heads", "programs that share heads"],
+)
+def test_compiled_for_hopper_without_spills(packed, width, heads, monkeypatch, capfd):
     """Layers in a loop that computes them again in the backward, on two devices."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     mesh = hopper_mesh({"data": 2})
-    batch, length, heads, channels, groups = 4, 8192, 64, 64, 1
+    batch, length, channels, groups = 4, 8192, 64, 1
     of_batch = PartitionSpec("data")
     shapes = [(batch, length, heads, channels), (batch, length, heads), *[(batch, length, groups, width)] * 2]
     dtypes = [jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.bfloat16]
