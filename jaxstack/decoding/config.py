@@ -60,7 +60,8 @@ class EngineConfig(Component):
     exactly, and more of its guesses are accepted."""
     adapters: int = Field(default=0, ge=0, le=64)
     """Number of low-rank adapters of the model that can be loaded at a time; requests choose one by its name. Requests
-    of different adapters are computed in the same step, in which every token is multiplied with the matrices of all."""
+    of different adapters are computed in the same step, in which every token is multiplied with the matrices of all;
+    steps without any of them run programs of their own."""
     adapter_rank: int = Field(default=16, ge=1)
     """Largest rank of these adapters."""
 

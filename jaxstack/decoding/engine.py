@@ -126,6 +126,7 @@ class Engine:
         self.programs.replays = self.config.draft_tokens > 0 and not shares_pages(model)
         self.scheduler.approximate = self.programs.replays
         self.programs.keeps_states = keeps_states
+        self.programs.adapts = self.config.adapters > 0
         self.stats = EngineStats()
         self.failure = None
         self._runner = Runner(self.programs, self.config, self.stats, shapes.decode)

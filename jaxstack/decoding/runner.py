@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.ngram_draft import accept
-from jaxstack.decoding.rows import RecentTokens
+from jaxstack.decoding.rows import Column, RecentTokens
 from jaxstack.decoding.sampling import Mode
 from jaxstack.decoding.schedule import Row, StepPlan
 from jaxstack.decoding.scores import unpack_scores
@@ -184,20 +184,27 @@ class Runner:
     def _run_all(self, shapes: Sequence[ChunkShape], alone: Sequence[ChunkShape]) -> None:
         """Run each program once, on padding only: all batch sizes, prompt-chunk shapes and ways of sampling."""
         totals = set[int]()
-        for count in self._row_counts:
-            rows = self.programs.describe([], count)
-            self._run_each(rows, None, None)
-            if self._steps > 1:
-                self.programs.run_steps(rows, 0, self._steps, "greedy")
-            totals.add(count * self._width)
-        for count, shape in [*((self._slots, shape) for shape in shapes), *((0, shape) for shape in alone)]:
-            rows = self.programs.describe([], count)
-            self._run_each(rows, self.programs.describe([], shape.rows), pad_chunks([], shape))
-            totals.add(count * self._width + shape.rows)
+        for adapter in range(1 + self.programs.adapts):
+            for count in self._row_counts:
+                rows = self._padding(count, adapter)
+                self._run_each(rows, None, None)
+                if self._steps > 1:
+                    self.programs.run_steps(rows, 0, self._steps, "greedy")
+                totals.add(count * self._width)
+            for count, shape in [*((self._slots, shape) for shape in shapes), *((0, shape) for shape in alone)]:
+                rows = self._padding(count, adapter)
+                self._run_each(rows, self._padding(shape.rows, adapter), pad_chunks([], shape))
+                totals.add(count * self._width + shape.rows)
         self._sample_padding(totals)
         if self.programs.room.snapshots:
             self._copy_states([(0, 0)])
         self.programs.changes = None
+
+    def _padding(self, count: int, adapter: int) -> Int[np.ndarray, "R columns"]:
+        """Return the description of rows of padding that are computed with an adapter."""
+        rows = self.programs.describe([], count)
+        rows[:, Column.ADAPTER] = adapter
+        return rows
 
     def _time_chunks(self, shape: ChunkShape, chunks: Int[np.ndarray, "Q columns"]) -> float:
         """Return the seconds of a step of all batch slots and these rows of prompt chunks."""

@@ -5,9 +5,10 @@ Dims: S slots, R rows, C width of a chunk, V vocabulary.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from jaxstack.decoding.schedule import Row
 from jaxstack.decoding.scores import pack_scores
 from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.xla_options import OptionValue, half_batch_options
+from jaxstack.models.adapters import without_adapters
 from jaxstack.models.layer import CacheRoom
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from pallas_kernels.target import current_target
@@ -40,6 +42,15 @@ _NO_LIMIT = 2**31 - 1
 """Largest int32, which is no limit of the number of tokens to sample from."""
 _SCORE_BLOCK = 64
 """Tokens of prompts that are scored at a time."""
+
+
+class StepVariant(NamedTuple):
+    """What differs between the programs of a step of the same shapes."""
+
+    halves: bool = False
+    """Run the model on two halves of the tokens in turn."""
+    adapted: bool = False
+    """Compute with the places for adapters."""
 
 
 class Programs:
@@ -56,6 +67,9 @@ class Programs:
 
     scores = False
     """True: a sample is a pair of a token and the bits of its log-probability, see `ScoredPrograms`."""
+    adapts = False
+    """True: the model has places for adapters, which steps leave out whose rows use none. To be set before the first
+    step."""
 
     def __init__(
         self,
@@ -110,18 +124,18 @@ class Programs:
         )
         self._score = self.compiler.jit(self._score_step, out_shardings=whole)
         self._pool = self.compiler.jit(self._pool_step, out_shardings=whole)
-        self._forward = dict[bool, Any]()
-        self._advance = dict[bool, Any]()
-        for halves in (False,) if halves_from is None else (False, True):
-            options = _compiler_options(model, halves)
-            self._forward[halves] = self.compiler.jit(
-                partial(self._forward_step, halves=halves),
+        self._forward = dict[StepVariant, Any]()
+        self._advance = dict[StepVariant, Any]()
+        for variant in itertools.starmap(StepVariant, itertools.product((False, True), repeat=2)):
+            options = _compiler_options(model, variant.halves)
+            self._forward[variant] = self.compiler.jit(
+                partial(self._forward_step, variant=variant),
                 donate_argnames="pages",
                 out_shardings=(whole, layout, whole),
                 compiler_options=options,
             )
-            self._advance[halves] = self.compiler.jit(
-                partial(self._decode_steps, halves=halves),
+            self._advance[variant] = self.compiler.jit(
+                partial(self._decode_steps, variant=variant),
                 static_argnames=("most", "steps", "mode") if constant_steps else "most",
                 donate_argnames="pages",
                 out_shardings=(whole, whole, layout),
@@ -298,7 +312,8 @@ class Programs:
         halves = self._halves(count + (0 if tokens is None else tokens.size))
         # A single row would be split between its tokens, and drafts run before the tokens that they follow.
         halves = halves and (recent is None or len(rows) > 1)
-        logits, self._pages, self.states = self._forward[halves](
+        adapted = self._is_adapted(rows) or (chunks is not None and self._is_adapted(chunks))
+        logits, self._pages, self.states = self._forward[StepVariant(halves, adapted)](
             model.params, model.non_params, self._last, rows, drafted, recent, chunks, tokens, pages=self._pages
         )
         return logits
@@ -318,8 +333,9 @@ class Programs:
         options: dict[str, Any] = {"steps": np.int32(steps), "mode": np.int32(get_args(Mode).index(mode))}
         if self.constant_steps:
             options = {"steps": most, "mode": mode}
+        variant = StepVariant(self._halves(len(rows)), self._is_adapted(rows))
         with jax.set_mesh(model.rules.mesh):
-            tokens, self._last, self._pages = self._advance[self._halves(len(rows))](
+            tokens, self._last, self._pages = self._advance[variant](
                 model.params, model.non_params, self._last, rows, pages=self._pages, most=most, **options
             )
         return tokens
@@ -327,6 +343,15 @@ class Programs:
     def _halves(self, tokens: int) -> bool:
         """Return True if a step of so many tokens runs on two halves of them."""
         return self.halves_from is not None and tokens >= self.halves_from
+
+    def _is_adapted(self, rows: Int[np.ndarray, "R columns"]) -> bool:
+        """Return True if one of the rows is computed with an adapter."""
+        return self.adapts and bool(rows[:, Column.ADAPTER].any())
+
+    def _merge_for(self, params: Params, non_params: Params, *, adapted: bool) -> Any:
+        """Return the model with its parameters, but without places for adapters unless `adapted`. Traceable."""
+        model = self.merge(params, non_params)
+        return model if adapted or not self.adapts else without_adapters(model)
 
     def _repeat(self, rows: Int[np.ndarray, "R columns"], width: int) -> Int[np.ndarray, "all columns"]:
         """Repeat the description of each row, so that a token can be sampled after each of its `width` tokens."""
@@ -385,7 +410,7 @@ class Programs:
         tokens: Int[Array, "Q C"] | None,
         pages: Pages,
         *,
-        halves: bool = False,
+        variant: StepVariant,
     ) -> tuple[Float[Array, "all V"], Pages, list[Float[Array, "R C D"]]]:
         """Return the logits of each decoded token and each prompt chunk's last token, the KV cache, and `states`."""
         self.compiled += 1  # runs only when the program is traced
@@ -397,8 +422,8 @@ class Programs:
         if chunks is not None and tokens is not None:
             groups.append((chunks, tokens))
         with logical_axis_rules(self.model.rules):
-            model = self.merge(params, non_params)
-            hidden, pages = run_rows(model, groups, pages, halves=halves, drafts=None if recent is None else 1)
+            model = self._merge_for(params, non_params, adapted=variant.adapted)
+            hidden, pages = run_rows(model, groups, pages, halves=variant.halves, drafts=None if recent is None else 1)
             if recent is not None:
                 again, drafts, *others = hidden
                 place = newest.shape[1] - rows[:, Column.COUNT, None, None]
@@ -492,7 +517,7 @@ class Programs:
         steps: int | Int[Array, ""],
         mode: Mode | Int[Array, ""],
         most: int,
-        halves: bool = False,
+        variant: StepVariant,
     ) -> tuple[Int[Array, "most R ..."], Int[Array, " S"], Pages]:
         """Run several decode steps; return each step's samples, each slot's newest token, and the updated KV cache.
 
@@ -503,9 +528,9 @@ class Programs:
 
         def advance(step: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
             newest, sampled, pages = carry
-            model = self.merge(params, non_params)
+            model = self._merge_for(params, non_params, adapted=variant.adapted)
             now = rows_at_step(rows, step)
-            logits, pages = decode_rows(model, now, newest[:, None], pages, halves=halves)
+            logits, pages = decode_rows(model, now, newest[:, None], pages, halves=variant.halves)
             settings = now[:, : Column.PAGES]
             if isinstance(mode, str):
                 samples = self._sample_tokens(logits, settings, None, mode)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxstack.decoding.rows import Column
-from jaxstack.decoding.step import Programs
+from jaxstack.decoding.step import Programs, StepVariant
 from jaxstack.distributed.xla_options import is_supported
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.layer import CacheRoom
@@ -70,7 +70,7 @@ def compiled_steps(
     )
     rows = hopper_array((batch, Column.PAGES + ROOM // PAGE), jnp.int32, rules.mesh)
     last = hopper_array((batch,), jnp.int32, rules.mesh)
-    program = functools.partial(programs._decode_steps, most=steps, steps=steps, mode="greedy")
+    program = functools.partial(programs._decode_steps, most=steps, steps=steps, mode="greedy", variant=StepVariant())
     arguments = (params, {}, last, rows, pages)
     with lowering_platform("cuda"), jax.set_mesh(rules.mesh):
         jitted = jax.jit(program, donate_argnums=4)

@@ -1,16 +1,28 @@
 """Adapters of one model, whose requests are computed in the same steps: texts are those of the merged model alone."""
 
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.rows import Column
 from jaxstack.decoding.sampling import Sampling
+from jaxstack.decoding.step import StepVariant
 from jaxstack.errors import ConfigError
 from jaxstack.models.adapter_stack import AdapterMatrices, LowRank
+from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel.mesh import place_packed
 from jaxstack.parameter_paths import flatten, nest
 from jaxstack.serve.config import EngineConfig
+from jaxstack.serve.engine import open_engine
+from pallas_kernels import Grid, PackedWeight
+from pallas_kernels.weight_only.packed import pack_lookup, pack_nearest
 from tests.serve.test_http import COMPLETE, LIMITS, ask, listen
 from tests.serve.tiny import CONFIG, open_tiny
 
@@ -33,15 +45,17 @@ def make_adapter(seed: int, rank: int = 2) -> AdapterMatrices:
         if path.endswith(LAYERS):
             cut = kernel.ndim - 1 if path.endswith("o_proj") else 1
             a = key.normal(size=(*kernel.shape[:cut], rank)) / kernel.shape[0] ** 0.5
-            found[path] = LowRank(np.float32(a), np.float32(key.normal(size=(rank, *kernel.shape[cut:]))))
+            found[path] = LowRank(a.astype(np.float32), key.normal(size=(rank, *kernel.shape[cut:])).astype(np.float32))
     assert len(found) == len(LAYERS)
     return found
 
 
-def merged_texts(adapter: AdapterMatrices | None, prompts=PROMPTS, count: int = 12) -> list[list[int]]:
-    """The greedy answers of the model with the adapter merged into its weights, each alone."""
+def merged_texts(
+    adapter: AdapterMatrices | None, prompts=PROMPTS, count: int = 12, kernels: Mapping[str, jax.Array] | None = None
+) -> list[list[int]]:
+    """The greedy answers of the model (with other matrices) with the adapter merged into its weights, each alone."""
     decoder = open_tiny()
-    params = flatten(decoder.params)
+    params = flatten(decoder.params) | {(*path.split("/"), "kernel"): x for path, x in (kernels or {}).items()}
     for path, (a, b) in (adapter or {}).items():
         key = (*path.split("/"), "kernel")
         params[key] = params[key] + jnp.tensordot(a, b, 1)
@@ -99,6 +113,83 @@ def test_guesses_from_earlier_text_change_no_answer_with_an_adapter():
         engine.load_adapter("first", make_adapter(1))
         found = [engine.submit(prompt, 40, Sampling(0), adapter="first") for prompt in PROMPTS]
         assert [request.result() for request in found] == wanted and engine.stats.draft_tokens > 0
+
+
+def pack(kernel: np.ndarray, contracted: int, bits: int | None) -> PackedWeight:
+    """Pack a matrix as integers of so many bits, or (None) as indices of a table, the form of MXFP4's values."""
+    cut = kernel.shape[:contracted], kernel.shape[contracted:]
+    matrix = jnp.asarray(kernel).reshape(math.prod(cut[0]), -1).T
+    if bits is not None:
+        return pack_nearest(Grid(bits, 16), matrix).with_dims(*cut)
+    table = jnp.linspace(-1, 1, 16) * abs(matrix).max()
+    return pack_lookup(4, abs(matrix[..., None] - table).argmin(-1), table[None]).with_dims(*cut)
+
+
+def open_on(data: int = 1, tensor: int = 1, packed: Callable[[np.ndarray, int], PackedWeight] | None = None) -> Decoder:
+    """Open the tiny model on a mesh, with its matrices packed if there is a function for it."""
+    plain = open_tiny()
+    rules = make_rules(make_mesh(ParallelConfig(data=data, tensor=tensor), jax.devices()[: data * tensor]))
+    specs = flatten(plain.module.parameter_specs(rules))
+    params = {}
+    for path, x in flatten(plain.params).items():
+        sharding = rules.sharding(specs[path])
+        if packed is not None and path[-1] == "kernel":
+            params[path] = place_packed(packed(np.asarray(x), 2 if path[-2] == "o_proj" else 1), sharding)
+        else:
+            params[path] = jax.device_put(np.asarray(x), sharding)
+    non_params = jax.device_put(plain.non_params, rules.sharding(jax.P()))
+    return Decoder(plain.module, nest(params.items()), non_params, rules)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("degrees", "bits", "changes"),
+    [
+        ({"tensor": 2}, 0, {}),
+        ({"tensor": 2}, 0, {"draft_tokens": 3}),
+        ({"tensor": 2}, 0, {"half_batches_from": 2}),
+        ({"data": 2}, 0, {}),
+        ({}, 4, {}),
+        ({}, None, {"draft_tokens": 3}),
+        ({"tensor": 2}, 8, {}),
+    ],
+    ids=["tensor", "tensor_drafts", "tensor_halves", "replicas", "int4", "table_drafts", "tensor_int8"],
+)
+def test_adapters_are_served_on_meshes_on_packed_weights_and_with_guesses(degrees, bits, changes):
+    """With the texts of the models that they are merged into; packed weights (bits 0: plain) are unpacked for that."""
+    packed = None if bits == 0 else partial(pack, bits=bits)
+    adapter = make_adapter(1)
+    dense = (
+        None
+        if packed is None
+        else {path: packed(x, 2 if "o_proj" in path else 1).dense() for path, x in kernels().items()}
+    )
+    wanted = {None: merged_texts(None, kernels=dense), "first": merged_texts(adapter, kernels=dense)}
+    with open_engine(open_on(**degrees, packed=packed), SIZES.model_copy(update=changes), warm_up=False) as engine:
+        engine.load_adapter("first", adapter)
+        found = {name: [engine.submit(prompt, 12, Sampling(0), adapter=name) for prompt in PROMPTS] for name in wanted}
+        assert {name: [request.result() for request in requests] for name, requests in found.items()} == wanted
+
+
+@pytest.mark.longer
+def test_steps_without_adapters_do_not_multiply_with_their_places():
+    """The engine has programs for both, and chooses by the adapters of the rows of a step."""
+    flops = []
+    for adapters in (0, 2):
+        sizes = SIZES.model_copy(update={"adapters": adapters})
+        with Engine(open_tiny(), sizes, warm_up=False, start=False) as engine:
+            programs = engine.programs
+            rows = programs.describe([], 4)
+            arguments = (programs.model.params, programs.model.non_params, programs._last, rows, None, None, None, None)
+            for adapted in (False, True)[: 1 + bool(adapters)]:
+                step = partial(programs._forward_step, variant=StepVariant(adapted=adapted))
+                cost = jax.jit(step).lower(*arguments, pages=programs._pages).cost_analysis()
+                assert cost is not None
+                flops.append(cost["flops"])
+            assert not programs._is_adapted(rows)
+            rows[1, Column.ADAPTER] = 2
+            assert programs._is_adapted(rows) == (adapters > 0)
+    assert flops[0] == flops[1] < flops[2]
 
 
 def test_stacked_layers_are_refused():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxstack.decoding.rows import Column, decode_rows
-from jaxstack.decoding.step import Programs
+from jaxstack.decoding.step import Programs, StepVariant
 from jaxstack.distributed.xla_options import half_batch_options
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.layer import CacheRoom
@@ -68,14 +68,17 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
 
     options = None
     if chunk is not None:
-        program = jax.jit(functools.partial(programs._forward_step, halves=True), donate_argnames="pages")
+        program = jax.jit(
+            functools.partial(programs._forward_step, variant=StepVariant(halves=True)), donate_argnames="pages"
+        )
         chunks, tokens = (hopper_array((1, n), jnp.int32, rules.mesh) for n in (rows.shape[1], chunk))
         arguments = (params, {}, last, rows, None, None, chunks, tokens, pages)
         options = half_batch_options()
     elif together is None:
 
         def steps(params, non_params, last, rows, number, pages):
-            return programs._decode_steps(params, non_params, last, rows, pages, steps=number, mode=number, most=8)
+            options = {"steps": number, "mode": number, "most": 8, "variant": StepVariant()}
+            return programs._decode_steps(params, non_params, last, rows, pages, **options)
 
         program = jax.jit(steps, donate_argnames="pages")
         arguments = (params, {}, last, rows, number, pages)
