@@ -15,7 +15,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -108,7 +108,13 @@ def signature(root: Path) -> tuple[tuple[str, int, int], ...] | None:
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
-def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool = True) -> dict[str, Any]:
+def check(
+    root: Path,
+    step: int,
+    share: tuple[int, int] = (0, 1),
+    hashes: bool = True,
+    names: Collection[str] | None = None,
+) -> dict[str, Any]:
     """Check a checkpoint's files against the sizes and hashes in its manifest; return the content of checkpoint.json.
 
     Args:
@@ -116,6 +122,7 @@ def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool =
       step: the step that its index must have.
       share: (first, stride) of the files whose content is read, so that several processes can divide the reading.
       hashes: read and compare contents; False: only sizes.
+      names: the files to check, where others need not be there; None: all.
 
     Raises:
       Damaged: something has changed.
@@ -123,12 +130,13 @@ def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool =
     digests, index = _read_checked(root)
     if index["step"] != step:
         raise Damaged(f"{INDEX}: it belongs to step {index['step']}, not {step}")
-    for name, size in index["files"].items():
+    checked = {name: size for name, size in index["files"].items() if names is None or name in names}
+    for name, size in checked.items():
         found = _regular(root, name).st_size
         if found != size:
             raise Damaged(f"{name}: {found} bytes, {size} expected")
     if hashes:
-        mine = sorted(index["files"])[share[0] :: share[1]]
+        mine = sorted(checked)[share[0] :: share[1]]
         try:
             found_digests = hash_files(root, mine)
         except OSError as error:

@@ -3,7 +3,8 @@
 Every so many steps each process copies its shards to host memory. Beside the next steps a thread writes them, with
 hashes, to the folder of its launcher (`memory_folder`), and sends the files to the process that holds its second copy
 (`neighbour`). An older copy is deleted when all processes have both copies of the newer one, so that at any moment
-there is a step of which all shards are complete. At a restart the processes agree on the newest such step.
+there is a step of which all shards are complete. At a restart the processes agree on the newest such step; where their
+number or layout has changed, they put their shards together from the copies of several processes (`other_layout`).
 """
 
 import collections
@@ -15,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,70 +25,17 @@ from jaxtyping import PyTree
 from jaxstack.checkpoint import manifest, memory_folder, shard_files
 from jaxstack.checkpoint.commit import make_index
 from jaxstack.checkpoint.leaves import LeafSpec, compare, describe, name_leaves, orbax_target, restored_leaf, to_stored
+from jaxstack.checkpoint.memory_folder import Part
+from jaxstack.checkpoint.memory_members import Location, Member, check_room, known_copies, locate, needed_bytes
 from jaxstack.checkpoint.neighbour import CopyClient, CopyServer, TransferError, find_holders, local_address
+from jaxstack.checkpoint.other_layout import PartCopy, gather, passed_over
 from jaxstack.distributed import coordination
 from jaxstack.distributed.cluster import check_tls_files, find_place
 from jaxstack.distributed.device_setup import host_memory
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.observe.number_format import byte_size
 
-_GENERATIONS = 2
-"""Copies of a state that are in memory at the same time: the complete one and the one that is being written."""
 _opened = itertools.count()
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """A process as the others know it after the start: its node and server, the size of its shards, its copies."""
-
-    node: str
-    num_bytes: int
-    free_bytes: int
-    """Room in its node's host memory for copies, those that are there now included."""
-    own: Sequence[int]
-    held: Mapping[str, Sequence[int]]
-    """Process -> steps of its second copies on this node."""
-    address: Sequence[Any] = ()
-    """(host, port) of its server; empty without one."""
-    token: str = ""
-
-
-def needed_bytes(members: Sequence[Member]) -> dict[str, int]:
-    """Return for each node the most bytes that copies take in its host memory: own and second ones, two of each."""
-    needed = collections.Counter[str]()
-    for member in members:
-        needed[member.node] += _GENERATIONS * member.num_bytes
-    if len(members) > 1:
-        for rank, holder in enumerate(find_holders([member.node for member in members])):
-            needed[members[holder].node] += _GENERATIONS * members[rank].num_bytes
-    return dict(needed)
-
-
-def check_room(members: Sequence[Member]) -> None:
-    """Check that every node has room for the copies that its processes make and hold.
-
-    Raises:
-      ConfigError: a node has not; the message has the numbers.
-    """
-    for node, needed in needed_bytes(members).items():
-        free = min(member.free_bytes for member in members if member.node == node)
-        if needed > free:
-            host, _, folder = node.partition(":")
-            raise ConfigError(
-                f"copies in memory (checkpoint.memory_every_steps) take up to {byte_size(needed)} in {folder} on "
-                f"{host}, {_GENERATIONS} of each state that the node has or holds; it has {byte_size(free)}. Make that "
-                "file system larger (mount -o remount,size=..., docker run --shm-size), shard the state over more "
-                "nodes, or set checkpoint.memory_every_steps to 0."
-            )
-
-
-def common_steps(members: Sequence[Member]) -> list[int]:
-    """Return the steps, newest first, of which every process's state is in the memory of some node."""
-    found = [
-        {*member.own, *(step for other in members for step in other.held.get(str(rank), ()))}
-        for rank, member in enumerate(members)
-    ]
-    return sorted(set.intersection(*found), reverse=True)
 
 
 class MemoryCheckpoints:
@@ -122,19 +71,23 @@ class MemoryCheckpoints:
         self._name = f"memory-{next(_opened)}"
         self._rank, self._count = coordination.process_position()
         self._folder = _launcher_folder()
-        self._own = memory_folder.own_copies(self._folder, self._rank)
+        self._part = Part(self._rank, self._count)
+        self._own = memory_folder.own_copies(self._folder, self._part)
         self._answers = itertools.count()
         self._thread: threading.Thread | None = None
         self._tls: Sequence[str] | None = None
         self._server = self._serve()
         self._members = self._meet()
-        self._client = self._reach_holder()
+        self._holders = find_holders([member.node for member in self._members])
+        self._client = self._client_of(self._holders[self._rank]) if self._server is not None else None
+        self._source: Sequence[shard_files.Folder] = ()
+        """What `latest_step` has found to restore from."""
         self.newest = -1
         """Step of the newest copy that all processes have; -1: none."""
         self.blocked_seconds = 0.0
         """Time that copies have held up the caller."""
         self.sources = ""
-        """Numbers of processes whose copy was their own and a neighbour's, such as `own 1, neighbour 1`; "" before."""
+        """Numbers of processes by where their copy was, such as `own 1, neighbour 1`; "" before."""
 
     def __enter__(self) -> "MemoryCheckpoints":
         return self
@@ -180,7 +133,7 @@ class MemoryCheckpoints:
         self.wait()
         leaves, _ = name_leaves(state)
         specs = {name: describe(name, leaf) for name, leaf in leaves.items()}
-        index = {**make_index(step, specs, extra), "run": self._run, "processes": self._count}
+        index = {**make_index(step, specs, extra), "run": self._run}
         arrays = {name: to_stored(leaves[name], spec) for name, spec in specs.items() if spec.has_array}
         shards = shard_files.start_copy(arrays)
         self._thread = threading.Thread(target=self._finish, args=(step, shards, index, files or {}), daemon=True)
@@ -194,51 +147,58 @@ class MemoryCheckpoints:
             self._thread = None
 
     def latest_step(self, at_least: int) -> int | None:
-        """Return the newest step, `at_least` or later, of which all processes have an intact copy of their shards.
+        """Return the newest step, `at_least` or later, of which all processes have found their shards in intact copies.
 
-        A copy of this process that is missing or damaged is replaced by the one that another process holds. What is
+        A copy of this process that is missing or damaged is replaced by the one that another node holds. If the copies
+        are of another number of processes, or of another layout, the shards are put together from several. What is
         damaged or does not fit this run is reported.
         """
-        steps = [step for step in common_steps(self._members) if step >= at_least]
-        if not steps and any(step >= at_least for member in self._members for step in member.own):
-            self._report(
-                "copies in memory are incomplete: of no step are all shards left; the checkpoint on disk is used"
-            )
-        for step in steps:
-            source, notes = self._find_intact(step)
+        known = [made for made in known_copies(self._members, self._count) if made[0] >= at_least]
+        told = False
+        missing = ""
+        for step, count in known:
+            source, notes, missing = self._find_intact(step, count)
             name = f"{self._name}-{next(self._answers)}"
-            answers = coordination.all_gather(name, [source, notes], self._timeout_seconds)
-            for note in dict.fromkeys(note for _, told in answers for note in told):
+            answers = coordination.all_gather(name, [source, notes, missing], self._timeout_seconds)
+            for note in dict.fromkeys(note for _, said, _ in answers for note in said):
                 self._report(note)
-            sources = collections.Counter(source for source, _ in answers)
+                told = True
+            sources = collections.Counter(source for source, _, _ in answers)
+            missing = next((f"; step {step} lacks {lacking}" for _, _, lacking in answers if lacking), "")
             if not sources[None]:
-                self.sources = f"own {sources['own']}, neighbour {sources['neighbour']}"
+                others = f", other layout {sources['others']}" if sources["others"] else ""
+                self.sources = f"own {sources['own']}, neighbour {sources['neighbour']}{others}"
                 return step
+        if missing and not told:
+            self._report(
+                "copies in memory are incomplete: of no step are all shards left"
+                f"{missing}; the checkpoint on disk is used"
+            )
         return None
 
     def extra(self, step: int) -> Any:
-        """Return the extra data of the copy of `step`."""
-        return manifest.read_index(self._own.path(step)).get("extra")
+        """Return the extra data of the copy of `step`, which `latest_step` returned."""
+        return self._source[0].index.get("extra")
 
     def read_file(self, step: int, name: str) -> bytes | None:
         """Return the content of a file that was given to `copy`; None if there is none."""
-        path = self._own.path(step)
-        return (path / name).read_bytes() if name in manifest.read_index(path)["files"] else None
+        first = self._source[0]
+        return (first.root / name).read_bytes() if name in first.index["files"] else None
 
     def restore(self, step: int) -> PyTree:
         """Return the state of the copy of `step`, which `latest_step` returned."""
-        root = self._own.path(step)
-        index = manifest.read_index(root)
         wanted, structure = name_leaves(self._abstract)
-        stored = _specs_of(index)
-        loaded = shard_files.read(root, index, _targets(wanted, stored))
+        stored = _specs_of(self._source[0].index)
+        loaded = shard_files.read(self._source, _targets(wanted, stored))
         return structure.unflatten(
             [restored_leaf(name, loaded.get(name), leaf, stored[name]) for name, leaf in wanted.items()]
         )
 
     def keep(self, step: int | None) -> None:
-        """Delete all copies but that of `step`, which the run goes on from; None: all."""
+        """Delete all copies but that of `step`, which the run goes on from; None: all. Call this after restoring."""
         self.newest = -1 if step is None else step
+        self._source = ()
+        shutil.rmtree(self._fetched, ignore_errors=True)
         self._keep([] if step is None else [step])
 
     def discard_newer(self, step: int) -> None:
@@ -269,15 +229,13 @@ class MemoryCheckpoints:
             for name, leaf in name_leaves(self._abstract)[0].items()
             if (spec := describe(name, leaf)).has_array and not spec.dtype.startswith("key<")
         }
-        held = {str(rank): self._held(rank).steps() for rank in memory_folder.held_ranks(self._folder)}
         own = Member(
             node=f"{socket.gethostname()}:{self._folder}",
             num_bytes=shard_files.local_bytes(
                 {name: orbax_target(leaf, describe(name, leaf)) for name, leaf in targets.items()}
             ),
             free_bytes=_room(self._folder),
-            own=self._own.steps(),
-            held=held,
+            copies={place: copies.steps() for place, copies in memory_folder.all_copies(self._folder).items()},
             address=self._server.address if self._server is not None else (),
             token=self._server.token if self._server is not None else "",
         )
@@ -285,65 +243,83 @@ class MemoryCheckpoints:
         check_room(members)
         return members
 
-    def _held(self, rank: int) -> memory_folder.Copies:
-        return memory_folder.held_copies(self._folder, rank)
+    def _client_of(self, member: int) -> CopyClient:
+        host, port = self._members[member].address
+        return CopyClient((host, port), self._members[member].token, self._tls)
 
-    def _reach_holder(self) -> CopyClient | None:
-        if self._server is None:
-            return None
-        return self._client_of(find_holders([member.node for member in self._members])[self._rank])
+    def _is_near(self, member: int) -> bool:
+        """Return True if a process is on this node, whose folder this process reads without the network."""
+        return self._members[member].node == self._members[self._rank].node
 
-    def _client_of(self, holder: int) -> CopyClient:
-        host, port = self._members[holder].address
-        return CopyClient(self._rank, (host, port), self._members[holder].token, self._tls)
+    @property
+    def _fetched(self) -> Path:
+        return memory_folder.fetched_folder(self._folder, self._rank)
 
-    def _find_intact(self, step: int) -> tuple[str | None, list[str]]:
-        """Make this process's copy of `step` an intact one; return its source, `own` or `neighbour`, and messages.
+    def _find_intact(self, step: int, count: int) -> tuple[str | None, list[str], str | None]:
+        """Find this process's shards of `step` in the copies that a start with `count` processes made.
 
-        The source is None if there is no intact copy that fits this run.
+        Returns:
+          The source (`own`, `neighbour` or `others`) or None, messages, and the first shard that is not there.
         """
-        notes = []
-        for source, obtain in self._copies_of(step):
-            try:
-                index = manifest.check(obtain(), step)
-            except (manifest.Damaged, OSError, JaxstackError) as error:
-                whose = "its own" if source == "own" else "its neighbour's"
-                notes.append(
-                    f"the copy of step {step} of process {self._rank} in {whose} memory cannot be used and is passed "
-                    f"over: {error}"
-                )
-                continue
-            if misfit := self._misfit(index):
-                return None, [*notes, f"the copies of step {step} in memory do not fit this run: {misfit}"]
-            return source, notes
-        return None, notes
+        located = locate(self._members, step, count)
+        notes: list[str] = []
+        try:
+            for source, place, obtain in self._copies_of(step, located.get(self._part, ())):
+                try:
+                    root = obtain()
+                    index = manifest.check(root, step)
+                except (manifest.Damaged, OSError, JaxstackError) as error:
+                    notes.append(passed_over(step, self._part, place, error))
+                    continue
+                files, missing = shard_files.find_files([index], self._targets_of(index))
+                if missing is None:
+                    self._source = [shard_files.Folder(root, index, files[0])]
+                    return source, notes, None
+                break
+            found = gather(self._parts(step, located), step, self._targets_of)
+        except _Misfit as error:
+            return None, [*notes, f"the copies of step {step} in memory do not fit this run: {error}"], None
+        self._source = found.folders
+        notes = list(dict.fromkeys([*notes, *found.notes]))
+        return ("others" if found.folders else None), notes, found.missing
 
-    def _copies_of(self, step: int) -> list[tuple[str, Callable[[], Path]]]:
-        """Return the copies of this process's state of `step`: source, and function that returns the folder."""
-        found: list[tuple[str, Callable[[], Path]]] = []
-        if step in self._members[self._rank].own:
-            found.append(("own", lambda: self._own.path(step)))
-        holder = next((h for h, m in enumerate(self._members) if step in m.held.get(str(self._rank), ())), None)
-        if holder is not None:
-            found.append(("neighbour", lambda: self._fetch(step, holder)))
+    def _copies_of(self, step: int, locations: Sequence[Location]) -> list[tuple[str, str, Callable[[], Path]]]:
+        """Return the copies of this process's own part: source, place, and function that returns the folder."""
+        found: list[tuple[str, str, Callable[[], Path]]] = []
+        for member, place in locations:
+            if self._is_near(member) and place == f"own/{self._part}":
+                found.insert(0, ("own", place, lambda: self._own.path(step)))
+            elif self._server is not None:
+                found.append(("neighbour", place, partial(self._fetch, step, member, place)))
         return found
 
-    def _fetch(self, step: int, holder: int) -> Path:
-        self._client_of(holder).fetch(self._own.begin(step), step)
+    def _fetch(self, step: int, member: int, place: str) -> Path:
+        self._client_of(member).fetch(place, step, self._own.begin(step))
         return self._own.commit(step)
 
-    def _misfit(self, index: Mapping[str, Any]) -> str | None:
-        """Return why the copy with this index cannot be restored in this run; None if it can."""
+    def _parts(self, step: int, located: Mapping[Part, Sequence[Location]]) -> list[PartCopy]:
+        """Return all copies of `step` that this process can read, those of its own node first."""
+        shutil.rmtree(self._fetched, ignore_errors=True)
+        found = []
+        for part, locations in located.items():
+            for member, place in locations:
+                if self._is_near(member):
+                    found.append(PartCopy(part, place, memory_folder.Copies(self._folder / place).path(step)))
+                elif self._server is not None:
+                    root = self._fetched / f"{member}-{place.replace('/', '-')}"
+                    fetch = partial(self._client_of(member).fetch_files, place, step, root)
+                    found.append(PartCopy(part, place, root, fetch))
+        return sorted(found, key=lambda copy: copy.fetch is not None)
+
+    def _targets_of(self, index: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arrays to read from copies with this index; raise _Misfit if they are not of this run's state."""
         if index["run"] != self._run:
-            return f"they are of {index['run']}"
-        if index["processes"] != self._count:
-            return f"they are of {index['processes']} processes, this run has {self._count}"
+            raise _Misfit(f"they are of {index['run']}")
         wanted, _ = name_leaves(self._abstract)
         stored = _specs_of(index)
         if differences := compare({name: describe(name, leaf) for name, leaf in wanted.items()}, stored):
-            return differences[0]
-        missing = shard_files.missing_shard(index, _targets(wanted, stored))
-        return f"another layout, without {missing}" if missing else None
+            raise _Misfit(differences[0])
+        return _targets(wanted, stored)
 
     def _finish(self, step: int, shards: shard_files.Shards, index: dict[str, Any], files: Mapping[str, bytes]) -> None:
         """Write the copy, send it, and, when all processes have, delete the older one; runs in a thread."""
@@ -353,7 +329,7 @@ class MemoryCheckpoints:
             shard_files.write(self._own.begin(step), shards, index, files)
             root = self._own.commit(step)
             if self._client is not None:
-                self._client.send(root, step)
+                self._client.send(self._part, root, step)
         except Exception as error:
             failure = f"process {self._rank}: {getattr(error, 'strerror', None) or error}"
         try:
@@ -377,13 +353,25 @@ class MemoryCheckpoints:
         return coordination.try_read(name)
 
     def _keep(self, steps: Sequence[int]) -> None:
+        """Delete all copies but those of `steps`: this process's two, and those of earlier starts on this node."""
         self._own.keep(steps)
+        written = {f"own/{Part(rank, self._count)}" for rank in range(self._count) if self._is_near(rank)}
+        written |= {
+            f"neighbour/{Part(rank, self._count)}" for rank, holder in enumerate(self._holders) if self._is_near(holder)
+        }
+        for place, copies in memory_folder.all_copies(self._folder).items():
+            if place not in written:
+                copies.keep(steps)
         if self._client is None:
             return
         try:
-            self._client.keep(steps)
+            self._client.keep(self._part, steps)
         except TransferError as error:
             self._report(f"an old copy in memory could not be deleted: {error}")
+
+
+class _Misfit(Exception):
+    """Raised if copies in memory are of another run, or of another state than this run's."""
 
 
 def _launcher_folder() -> Path:

@@ -2,14 +2,19 @@
 
 The launcher makes it before it starts the processes of a node, and removes it when it ends:
 
-    FOLDER/own/RANK/STEP/         the copy that process RANK of this node made after STEP steps
-    FOLDER/neighbour/RANK/STEP/   the second copy of process RANK, which a process of this node received
+    FOLDER/own/PART/STEP/         the copy that a process of this node made after STEP steps
+    FOLDER/neighbour/PART/STEP/   a second copy, which a process of this node received
+    FOLDER/fetched/RANK/PART/     what process RANK of this node fetched of other nodes' copies, while it restores
 
-The files of a copy are those of `shard_files`. A copy is written as `.writing-STEP` and renamed when it is complete.
+PART is `RANKofCOUNT`, such as 0of2: a start of the run with other nodes has other ranks, or another number of them, and
+reads the copies of the start before. The files of a copy are those of `shard_files`. A copy is written as
+`.writing-STEP` and renamed when it is complete.
 """
 
 import contextlib
+import dataclasses
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Collection
@@ -18,6 +23,25 @@ from pathlib import Path
 VARIABLE = "JAXSTACK_MEMORY_FOLDER"
 """Environment variable in which the launcher tells its processes the folder."""
 SHARED_MEMORY = Path("/dev/shm")
+_KINDS = ("own", "neighbour")
+_PART = re.compile(r"(\d{1,9})of(\d{1,9})")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Part:
+    """The share of a run's state that one process copies: the process's index, and the number of processes."""
+
+    rank: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.rank}of{self.count}"
+
+
+def read_part(text: str) -> Part | None:
+    """Return the part that a text such as `0of2` names; None if it names none."""
+    match = _PART.fullmatch(text)
+    return None if match is None else Part(int(match[1]), int(match[2]))
 
 
 def make_folder(place: Path = SHARED_MEMORY) -> Path | None:
@@ -89,19 +113,26 @@ class Copies:
                     shutil.rmtree(self._folder / name, ignore_errors=True)
 
 
-def own_copies(folder: Path, rank: int) -> Copies:
-    """Return the copies that process `rank` of this node has made."""
-    return Copies(folder / "own" / str(rank))
+def own_copies(folder: Path, part: Part) -> Copies:
+    """Return the copies that the process of this node with this part has made."""
+    return Copies(folder / "own" / str(part))
 
 
-def held_copies(folder: Path, rank: int) -> Copies:
-    """Return the second copies of process `rank` that this node holds."""
-    return Copies(folder / "neighbour" / str(rank))
+def held_copies(folder: Path, part: Part) -> Copies:
+    """Return the second copies of a part that this node holds."""
+    return Copies(folder / "neighbour" / str(part))
 
 
-def held_ranks(folder: Path) -> list[int]:
-    """Return the processes of which this node holds second copies."""
-    try:
-        return sorted(int(name) for name in os.listdir(folder / "neighbour") if name.isdigit())
-    except OSError:
-        return []
+def fetched_folder(folder: Path, rank: int) -> Path:
+    """Return the folder for the files that process `rank` of this node fetches of other nodes' copies."""
+    return folder / "fetched" / str(rank)
+
+
+def all_copies(folder: Path) -> dict[str, Copies]:
+    """Return all copies of this node, of earlier starts too, by their place in the folder, such as `own/0of2`."""
+    found = {}
+    for kind in _KINDS:
+        with contextlib.suppress(OSError):
+            names = sorted(name for name in os.listdir(folder / kind) if read_part(name) is not None)
+            found |= {f"{kind}/{name}": Copies(folder / kind / name) for name in names}
+    return found

@@ -1,12 +1,12 @@
 """Second copies of a process's state in the host memory of another node: who holds whose, and their transfer over HTTP.
 
-Each process runs a server for the copies that its node holds (`memory_folder.held_copies`), and is a client of the one
-that holds its own. A server listens on one address, that of the network on which the coordinator is reached. It answers
+Each process runs a server for the copies of its node (`memory_folder`), and is a client of the one that holds its
+second copies. A server listens on one address, that of the network on which the coordinator is reached. It answers
 only to a token that the processes exchange through the coordination service, and with mutual TLS where that has it.
 
-    PUT /RANK/STEP/FILE         store a file of the copy of process RANK; SHA256SUMS, sent last, completes the copy
-    GET /RANK/STEP/FILE         read a file of a complete copy
-    DELETE /RANK?keep=STEP,...  delete the other copies of process RANK
+    PUT /neighbour/PART/STEP/FILE         store a file of a second copy; SHA256SUMS, sent last, completes the copy
+    GET /PLACE/STEP/FILE                  read a file of a complete copy; PLACE is own/PART or neighbour/PART
+    DELETE /neighbour/PART?keep=STEP,...  delete the other second copies of a part
 """
 
 import hmac
@@ -20,16 +20,16 @@ import socket
 import socketserver
 import ssl
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxstack.checkpoint import manifest
-from jaxstack.checkpoint.memory_folder import held_copies
+from jaxstack.checkpoint.memory_folder import Copies, Part, held_copies, read_part
 from jaxstack.distributed.cluster import TLS_PEER_PREFIX, split_address
 
-_TARGET = re.compile(r"/(\d{1,9})/(\d{1,9})/((?:arrays/)?[A-Za-z0-9_][A-Za-z0-9_.-]*)")
-_RANK = re.compile(r"/(\d{1,9})\?keep=((?:\d{1,9}(?:,\d{1,9})*)?)")
+_TARGET = re.compile(r"/(own|neighbour)/(\d{1,9}of\d{1,9})/(\d{1,9})/((?:arrays/)?[A-Za-z0-9_][A-Za-z0-9_.-]*)")
+_HELD = re.compile(r"/neighbour/(\d{1,9}of\d{1,9})\?keep=((?:\d{1,9}(?:,\d{1,9})*)?)")
 _CHUNK_BYTES = 2**20
 _SECONDS = 60.0
 """Limit on the time in which nothing arrives at one end of a connection, or the other end checks the hashes."""
@@ -163,16 +163,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         match = _TARGET.fullmatch(self.path)
         length = self.headers.get("Content-Length", "")
-        if match is None or not length.isdigit():
+        part = read_part(match[2]) if match is not None else None
+        if match is None or part is None or match[1] != "neighbour" or not length.isdigit():
             self._refuse(400, "no file of a copy")
             return
-        copies = held_copies(self._node.folder, int(match[1]))
-        step = int(match[2])
+        copies = held_copies(self._node.folder, part)
+        step = int(match[3])
         try:
-            if match[3] == manifest.INDEX:
+            if match[4] == manifest.INDEX:
                 copies.begin(step)
-            self._store(copies.staging(step) / match[3], int(length))
-            if match[3] == manifest.MANIFEST:
+            self._store(copies.staging(step) / match[4], int(length))
+            if match[4] == manifest.MANIFEST:
                 manifest.check(copies.staging(step), step)
                 copies.commit(step)
         except (OSError, manifest.Damaged) as error:
@@ -195,7 +196,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             if match is None:
                 raise FileNotFoundError
-            path = held_copies(self._node.folder, int(match[1])).path(int(match[2])) / match[3]
+            path = Copies(self._node.folder / match[1] / match[2]).path(int(match[3])) / match[4]
             with open(path, "rb") as file:
                 self.send_response(200)
                 self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
@@ -205,12 +206,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(404, "no such file")
 
     def do_DELETE(self) -> None:
-        match = _RANK.fullmatch(self.path)
-        if match is None:
-            self._refuse(400, "no process")
+        match = _HELD.fullmatch(self.path)
+        part = read_part(match[1]) if match is not None else None
+        if match is None or part is None:
+            self._refuse(400, "no second copies")
             return
         kept = [int(step) for step in match[2].split(",") if step]
-        held_copies(self._node.folder, int(match[1])).keep(kept)
+        held_copies(self._node.folder, part).keep(kept)
         self._answer(b"")
 
     def _answer(self, content: bytes) -> None:
@@ -232,22 +234,20 @@ class TransferError(OSError):
 
 
 class CopyClient:
-    """Sends the copies of one process to the process that holds them, and reads them back.
+    """Sends second copies to a process of another node, and reads the copies of that node.
 
     Args:
-      rank: the process whose copies they are.
-      address: (host, port) of the holder's server.
-      token: the holder's token.
+      address: (host, port) of its server.
+      token: its token.
       tls: (certificate, key, CA) of mutual TLS; None: without.
     """
 
-    def __init__(self, rank: int, address: tuple[str, int], token: str, tls: Sequence[str] | None = None):
-        self._rank = rank
+    def __init__(self, address: tuple[str, int], token: str, tls: Sequence[str] | None = None):
         self._address = address
         self._headers = {"Authorization": f"Bearer {token}"}
         self._context = _tls_context(tls, ssl.PROTOCOL_TLS_CLIENT) if tls else None
 
-    def send(self, root: Path, step: int) -> None:
+    def send(self, part: Part, root: Path, step: int) -> None:
         """Send the complete copy of `step` in the folder `root`. It counts for the holder once all of it is there.
 
         Raises:
@@ -261,28 +261,40 @@ class CopyClient:
                     if name == manifest.MANIFEST and connection.sock is not None:
                         connection.sock.settimeout(_CHECK_SECONDS)
                     headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
-                    self._exchange(connection, "PUT", f"/{self._rank}/{step}/{name}", file, headers).read()
+                    self._exchange(connection, "PUT", f"/neighbour/{part}/{step}/{name}", file, headers).read()
         finally:
             connection.close()
 
-    def fetch(self, root: Path, step: int) -> None:
-        """Read the copy of `step` into the empty folder `root`, unchecked.
+    def fetch(self, place: str, step: int, root: Path) -> None:
+        """Read a whole copy of `step` into the empty folder `root`, unchecked.
+
+        Args:
+          place: of the copies in the other node's folder, such as `own/0of2`.
+          step: the step.
+          root: the folder.
 
         Raises:
           TransferError: it could not be read.
           manifest.Damaged: its manifest is damaged, so that its files are not known.
         """
+        self.fetch_files(place, step, root, (manifest.INDEX, manifest.MANIFEST))
+        self.fetch_files(place, step, root, manifest.read_index(root)["files"])
+
+    def fetch_files(self, place: str, step: int, root: Path, names: Iterable[str]) -> None:
+        """Read some files of a copy into the folder `root`, unchecked.
+
+        Raises:
+          TransferError: one could not be read.
+        """
         connection = self._connect()
         try:
-            for name in (manifest.INDEX, manifest.MANIFEST):
-                self._read_file(connection, root, step, name)
-            for name in manifest.read_index(root)["files"]:
-                self._read_file(connection, root, step, name)
+            for name in names:
+                self._read_file(connection, f"/{place}/{step}/{name}", root / name)
         finally:
             connection.close()
 
-    def keep(self, steps: Collection[int]) -> None:
-        """Delete the holder's copies of this process, except those of `steps`.
+    def keep(self, part: Part, steps: Collection[int]) -> None:
+        """Delete the holder's second copies of this part, except those of `steps`.
 
         Raises:
           TransferError: the holder does not answer.
@@ -290,18 +302,18 @@ class CopyClient:
         connection = self._connect()
         try:
             kept = ",".join(str(step) for step in steps)
-            self._exchange(connection, "DELETE", f"/{self._rank}?keep={kept}").read()
+            self._exchange(connection, "DELETE", f"/neighbour/{part}?keep={kept}").read()
         finally:
             connection.close()
 
-    def _read_file(self, connection: http.client.HTTPConnection, root: Path, step: int, name: str) -> None:
-        answer = self._exchange(connection, "GET", f"/{self._rank}/{step}/{name}")
-        (root / name).parent.mkdir(exist_ok=True)
+    def _read_file(self, connection: http.client.HTTPConnection, target: str, path: Path) -> None:
+        answer = self._exchange(connection, "GET", target)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(root / name, "wb") as file:
+            with open(path, "wb") as file:
                 shutil.copyfileobj(answer, file, _CHUNK_BYTES)
         except http.client.HTTPException as error:
-            raise TransferError(f"{name}: {error!r}") from None
+            raise TransferError(f"{target}: {error!r}") from None
 
     def _connect(self) -> http.client.HTTPConnection:
         host, port = self._address

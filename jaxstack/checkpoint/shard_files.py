@@ -4,14 +4,15 @@ A folder of shards has the manifest of a checkpoint (`SHA256SUMS`, `checkpoint.j
 
     arrays/N   the distinct shards of one array on this process, one after the other, as plain bytes
 
-`checkpoint.json` names the file of each array and the place of each shard, such as `0:4,8:16`. Unlike a checkpoint on
-disk, such a folder can only be read by a process with the same shards.
+`checkpoint.json` names the file of each array and the place of each shard, such as `0:4,8:16`. A process with the same
+shards reads its own folder; one of another layout reads the files of those folders that have parts of its shards.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -115,29 +116,75 @@ def local_bytes(targets: Mapping[str, Any]) -> int:
     return total
 
 
-def missing_shard(index: Mapping[str, Any], targets: Mapping[str, Any]) -> str | None:
-    """Return the first wanted shard that a folder of shards lacks, as `name[place]`; None if it has all of them."""
-    for name, target in targets.items():
-        places = index[SHARDS].get(name, {}).get("places", ())
-        for place in local_places(target).values():
-            if place not in places:
-                return f"{name}[{place}]"
-    return None
+def other_files(index: Mapping[str, Any]) -> set[str]:
+    """Return the names of the files of a folder of shards that hold no arrays."""
+    return {name for name in index["files"] if not name.startswith(f"{_FOLDER}/")}
 
 
-def read(root: Path, index: Mapping[str, Any], targets: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the wanted arrays from a folder of shards whose hashes were checked.
+def find_files(indexes: Sequence[Mapping[str, Any]], targets: Mapping[str, Any]) -> tuple[list[set[str]], str | None]:
+    """Find the files that hold this process's shards of the wanted arrays, in the folders that several processes wrote.
 
     Args:
-      root: the folder.
-      index: its checkpoint.json.
-      targets: name -> jax.ShapeDtypeStruct with a sharding whose shards are all in the folder, or a numpy array.
+      indexes: checkpoint.json of each folder; all are of one layout. Where several have a shard, the first is used.
+      targets: as in `read`.
+
+    Returns:
+      The names of the files for each folder, and the first wanted shard that is incomplete, as `name[place]`, or None.
     """
-    return {name: _read_array(root, index[SHARDS][name], target) for name, target in targets.items()}
+    files: list[set[str]] = [set() for _ in indexes]
+    for name, target in targets.items():
+        owners: dict[str, int] = {}
+        for number, index in enumerate(indexes):
+            for place in index[SHARDS].get(name, {}).get("places", ()):
+                owners.setdefault(place, number)
+        for wanted in dict.fromkeys(local_places(target).values()):
+            used = {place: both for place in owners if (both := _overlap(place, wanted)) is not None}
+            if sum(_size(both) for both in used.values()) < math.prod(_shape(wanted)):
+                return files, f"{name}[{wanted}]"
+            for place in used:
+                files[owners[place]].add(indexes[owners[place]][SHARDS][name]["file"])
+    return files, None
 
 
-def _read_array(root: Path, described: Mapping[str, Any], target: Any) -> Any:
-    dtype = np.dtype(target.dtype)
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A folder of shards to read from: its path, its checkpoint.json, and the files to use."""
+
+    root: Path
+    index: Mapping[str, Any]
+    files: Collection[str]
+
+
+def read(folders: Sequence[Folder], targets: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the wanted arrays from folders of shards whose hashes were checked, and whose files `find_files` has found.
+
+    Args:
+      folders: the folders.
+      targets: name -> jax.ShapeDtypeStruct with a sharding, or a numpy array.
+    """
+    return {name: _read_array(name, folders, target) for name, target in targets.items()}
+
+
+def _read_array(name: str, folders: Sequence[Folder], target: Any) -> Any:
+    pieces: dict[str, np.ndarray] = {}
+    for folder in folders:
+        described = folder.index[SHARDS].get(name)
+        if described is not None and described["file"] in folder.files:
+            pieces = _read_pieces(folder.root, described, np.dtype(target.dtype)) | pieces
+    places = local_places(target)
+    shards = {place: _cut(place, pieces) for place in set(places.values())}
+    if not isinstance(target, jax.ShapeDtypeStruct):
+        return shards[places[None]].copy()
+    kind = getattr(target.sharding, "memory_kind", None)
+    arrays = [
+        jax.device_put(shards[place], jax.sharding.SingleDeviceSharding(device, memory_kind=kind), may_alias=False)
+        for device, place in places.items()
+    ]
+    return jax.make_array_from_single_device_arrays(target.shape, target.sharding, arrays)
+
+
+def _read_pieces(root: Path, described: Mapping[str, Any], dtype: np.dtype) -> dict[str, np.ndarray]:
+    """Return place -> shard of one array's file."""
     # Not mapped into memory: the CPU backend would use the file's pages as the array, and a step would write to them.
     content = (root / described["file"]).read_bytes()
     pieces = {}
@@ -147,17 +194,46 @@ def _read_array(root: Path, described: Mapping[str, Any], target: Any) -> Any:
         count = math.prod(shape)
         pieces[place] = np.frombuffer(content, dtype, count, offset).reshape(shape)
         offset += count * dtype.itemsize
-    places = local_places(target)
-    if not isinstance(target, jax.ShapeDtypeStruct):
-        return pieces[places[None]].copy()
-    kind = getattr(target.sharding, "memory_kind", None)
-    arrays = [
-        jax.device_put(pieces[place], jax.sharding.SingleDeviceSharding(device, memory_kind=kind), may_alias=False)
-        for device, place in places.items()
-    ]
-    return jax.make_array_from_single_device_arrays(target.shape, target.sharding, arrays)
+    return pieces
+
+
+def _cut(wanted: str, pieces: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the part of an array at the place `wanted`, put together from pieces that cover it."""
+    if wanted in pieces:
+        return pieces[wanted]
+    whole = np.empty(_shape(wanted), next(iter(pieces.values())).dtype)
+    for place, piece in pieces.items():
+        both = _overlap(place, wanted)
+        if both is not None:
+            whole[_within(both, wanted)] = piece[_within(both, place)]
+    return whole
+
+
+_Bounds: TypeAlias = tuple[tuple[int, int], ...]
+"""First and last index + 1 of a part of an array in each of its dims."""
+
+
+def _bounds(place: str) -> _Bounds:
+    pairs = (part.split(":") for part in place.split(",")) if place else ()
+    return tuple((int(start), int(stop)) for start, stop in pairs)
 
 
 def _shape(place: str) -> tuple[int, ...]:
-    bounds = (part.split(":") for part in place.split(",")) if place else ()
-    return tuple(int(stop) - int(start) for start, stop in bounds)
+    return tuple(stop - start for start, stop in _bounds(place))
+
+
+def _size(bounds: _Bounds) -> int:
+    return math.prod(stop - start for start, stop in bounds)
+
+
+def _overlap(first: str, second: str) -> _Bounds | None:
+    """Return the elements that two places have in common; None if there are none."""
+    pairs = zip(_bounds(first), _bounds(second), strict=True)
+    both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs)
+    return both if all(start < stop for start, stop in both) else None
+
+
+def _within(bounds: _Bounds, place: str) -> tuple[slice, ...]:
+    """Return the indices of `bounds` in the shard at `place`."""
+    starts = (start for start, _ in _bounds(place))
+    return tuple(slice(low - start, high - start) for (low, high), start in zip(bounds, starts, strict=True))

@@ -12,12 +12,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxstack.checkpoint import manifest, memory_folder, neighbour, shard_files
-from jaxstack.checkpoint.leaves import abstract_state, name_leaves
-from jaxstack.checkpoint.memory import Member, MemoryCheckpoints, check_room, common_steps, needed_bytes
+from jaxstack.checkpoint.commit import make_index
+from jaxstack.checkpoint.leaves import abstract_state, describe, name_leaves, to_stored
+from jaxstack.checkpoint.memory import MemoryCheckpoints
+from jaxstack.checkpoint.memory_folder import Part, held_copies, own_copies
+from jaxstack.checkpoint.memory_members import Member, check_room, known_copies, locate, needed_bytes
 from jaxstack.checkpoint.neighbour import CopyClient, CopyServer, TransferError, find_holders
 from jaxstack.errors import ConfigError
 from tests.checkpoint.states import raw
 
+FIRST = Part(0, 2)
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -60,7 +64,7 @@ def test_the_second_copy_is_on_the_next_node(hosts, holders):
 
 
 def member(node: str, num_bytes: int = 100, free: int = 10_000, **copies) -> Member:
-    return Member(node, num_bytes, free, copies.get("own", ()), copies.get("held", {}))
+    return Member(node, num_bytes, free, {place.replace("_", "/"): steps for place, steps in copies.items()})
 
 
 def test_needed_room_counts_own_and_second_copies_twice_each():
@@ -75,11 +79,23 @@ def test_a_node_without_room_is_refused_with_numbers():
         check_room([member("a:/dev/shm/x", 2**30, 4 * 2**30), member("b:/dev/shm/y", 2**30, 3 * 2**30)])
 
 
-def test_only_steps_of_which_all_shards_are_left_are_common():
-    first = member("a", own=[4, 6], held={"1": [4, 6]})
-    assert common_steps([first, member("b", own=[4], held={"0": [4]})]) == [6, 4]
-    assert common_steps([first, member("b")]) == [6, 4], "the lost node's copies are on the other"
-    assert common_steps([member("a", own=[6]), member("b", own=[4])]) == []
+def test_copies_are_found_in_the_memory_of_any_node():
+    first = member("a", own_0of2=[4, 6], neighbour_1of2=[4, 6])
+    assert known_copies([first, member("b", own_1of2=[4], neighbour_0of2=[4])], 2) == [(6, 2), (4, 2)]
+    found = locate([first, member("b", own_1of2=[4], neighbour_0of2=[4])], 4, 2)
+    assert found == {
+        Part(0, 2): [(0, "own/0of2"), (1, "neighbour/0of2")], Part(1, 2): [(1, "own/1of2"), (0, "neighbour/1of2")],
+    }  # fmt: skip
+    assert locate([first, member("b")], 6, 2) == {Part(0, 2): [(0, "own/0of2")], Part(1, 2): [(0, "neighbour/1of2")]}
+    same = [member("a", own_0of2=[4]), member("a", own_0of2=[4])]
+    assert locate(same, 4, 2) == {Part(0, 2): [(0, "own/0of2")]}, "two processes of one node tell of the same folder"
+
+
+def test_of_two_starts_at_one_step_that_with_as_many_processes_comes_first():
+    members = [member("a", own_0of1=[6], own_1of2=[6, 9]), member("b", neighbour_0of2=[6])]
+    assert known_copies(members, 1) == [(9, 2), (6, 1), (6, 2)]
+    assert known_copies(members, 2) == [(9, 2), (6, 2), (6, 1)]
+    assert locate(members, 6, 1) == {Part(0, 1): [(0, "own/0of1")]}
 
 
 @pytest.mark.quick
@@ -91,7 +107,7 @@ def test_a_copy_is_restored_bit_equal_with_its_extra_data_and_files(folder):
             copies.copy(step, state_of(step), {"batches": step}, {"samples.npz": b"abc"})
         copies.wait()
         assert copies.figures()["memory_copy_step"] == 4 and copies.figures()["memory_copy_bytes"] == 30
-    assert sorted(path.name for path in (folder / "own" / "0").iterdir()) == ["4"]
+    assert sorted(path.name for path in (folder / "own" / "0of1").iterdir()) == ["4"]
     with opened(state_of(0), folder) as copies:
         assert copies.latest_step(5) is None and copies.latest_step(4) == 4 and copies.sources == "own 1, neighbour 0"
         assert copies.extra(4) == {"batches": 4} and copies.read_file(4, "samples.npz") == b"abc"
@@ -139,23 +155,93 @@ def test_shards_on_several_devices_are_stored_once(tmp_path):
     targets = abstract_state(arrays)
     assert written == 4 * values.nbytes + 4 + 2 * values.size == shard_files.local_bytes(targets)
     index = manifest.check(tmp_path, 1)
-    assert shard_files.missing_shard(index, targets) is None
-    found = shard_files.read(tmp_path, index, targets)
+    files, missing = shard_files.find_files([index], targets)
+    assert missing is None and len(files[0]) == 7
+    folder = shard_files.Folder(tmp_path, index, files[0])
+    found = shard_files.read([folder], targets)
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)
         assert name == "host" or found[name].sharding == array.sharding
-    moved = {"split": jax.ShapeDtypeStruct((4, 8), np.float32, sharding=NamedSharding(mesh, P("b", "a")))}
-    assert shard_files.missing_shard(index, moved) is None
-    assert (shard_files.read(tmp_path, index, moved)["split"] == values).all()
-    other = {"split": jax.ShapeDtypeStruct((4, 8), np.float32, sharding=NamedSharding(mesh, P(("a", "b"))))}
-    assert shard_files.missing_shard(index, other) == "split[0:1,0:8]"
+    for parts in (P("b", "a"), P(("a", "b")), P(None, ("b", "a")), P()):
+        moved = {"split": jax.ShapeDtypeStruct((4, 8), np.float32, sharding=NamedSharding(mesh, parts))}
+        assert shard_files.find_files([index], moved) == ([{"arrays/0"}], None)
+        assert (shard_files.read([folder], moved)["split"] == values).all(), parts
+
+
+def copy_as_two(folder: Path, state: dict, step: int) -> None:
+    """Makes the copies of two processes, each with two of four devices, and on one node all that is left: of process 0
+    its own, of process 1 the second one."""
+    leaves, _ = name_leaves(state)
+    specs = {name: describe(name, leaf) for name, leaf in leaves.items()}
+    shards = shard_files.start_copy({name: to_stored(leaves[name], spec) for name, spec in specs.items()})
+    for rank, copies in enumerate((own_copies(folder, Part(0, 2)), held_copies(folder, Part(1, 2)))):
+        mine = {
+            name: dict(list(pieces.items())[-2:] if rank else list(pieces.items())[:2])
+            for name, pieces in shards.items()
+        }
+        index = {**make_index(step, specs, {"batches": step}), "run": str(folder.parent / "run")}
+        shard_files.write(copies.begin(step), mine, index, {"samples.npz": b"abc"})
+        copies.commit(step)
+
+
+def on_devices(count: int, step: int) -> dict:
+    """The same values on a mesh of `count` devices."""
+    mesh = jax.make_mesh((count,), ("fsdp",), devices=jax.devices()[:count])
+    key = jax.device_put(jax.random.key(step), NamedSharding(mesh, P()))
+    rows = np.arange(64.0, dtype=np.float32).reshape(8, 8) + step
+    return {
+        "rows": jax.device_put(rows, NamedSharding(mesh, P("fsdp"))),
+        "columns": jax.device_put(rows.astype(jnp.bfloat16), NamedSharding(mesh, P(None, "fsdp"))),
+        "everywhere": jax.device_put(rows, NamedSharding(mesh, P())),
+        "key": key,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_copies_of_two_processes_are_put_together_in_another_layout(folder, devices):
+    copy_as_two(folder, on_devices(4, 12), 12)
+    wanted = on_devices(devices, 12)
+    with opened(wanted, folder) as copies:
+        assert copies.latest_step(10) == 12 and copies.sources == "own 0, neighbour 0, other layout 1"
+        assert copies.extra(12) == {"batches": 12} and copies.read_file(12, "samples.npz") == b"abc"
+        found = name_leaves(copies.restore(12))[0]
+        for name, leaf in name_leaves(wanted)[0].items():
+            assert raw(found[name]) == raw(leaf) and found[name].sharding == leaf.sharding, name
+        copies.keep(12)
+        assert copies.newest == 12 and own_copies(folder, Part(0, 2)).steps() == [12], "until there is a newer one"
+        copies.copy(14, on_devices(devices, 14), {"batches": 14})
+        copies.wait()
+    left = {place: copies.steps() for place, copies in memory_folder.all_copies(folder).items()}
+    assert left == {"own/0of1": [14], "own/0of2": [], "neighbour/1of2": []}
+
+
+def test_damage_and_loss_of_parts_of_another_layout(folder):
+    said: list[str] = []
+    copy_as_two(folder, on_devices(4, 12), 12)
+    copy_as_two(folder, on_devices(4, 9), 9)
+    damage(folder / "neighbour" / "1of2" / "12" / "arrays" / "0")
+    with opened(on_devices(2, 0), folder, said) as copies:
+        assert copies.latest_step(0) == 9
+    assert said[0].startswith(
+        "the copy of step 12 of process 1 in its neighbour's memory cannot be used and is passed over: arrays/0"
+    )
+    said.clear()
+    held_copies(folder, Part(1, 2)).keep([])
+    with opened(on_devices(2, 0), folder, said) as copies:
+        assert copies.latest_step(0) is None
+    (line,) = said
+    assert line.startswith(
+        "copies in memory are incomplete: of no step are all shards left; step 9 lacks columns[0:8,4:8]"
+    )
+    with opened({"everywhere": on_devices(2, 0)["everywhere"]}, folder, said) as copies:
+        assert copies.latest_step(0) is None and "columns: bfloat16[8, 8] in the checkpoint, not wanted" in said[-1]
 
 
 def test_a_damaged_copy_is_named_and_passed_over(folder):
     said: list[str] = []
     with opened(state_of(0), folder) as copies:
         copies.copy(2, state_of(2), None)
-    damage(folder / "own" / "0" / "2" / "arrays" / "1")
+    damage(folder / "own" / "0of1" / "2" / "arrays" / "1")
     assert opened(state_of(0), folder, said).latest_step(0) is None
     (line,) = said
     assert line.startswith(
@@ -182,7 +268,7 @@ def test_a_copy_that_cannot_be_written_leaves_the_older_one(folder, monkeypatch)
     with opened(state_of(0), folder, said) as copies:
         copies.copy(2, state_of(2), None)
         copies.wait()
-        (folder / "own" / "0" / ".writing-4").write_text("in the way")  # rmtree leaves a file
+        (folder / "own" / "0of1" / ".writing-4").write_text("in the way")  # rmtree leaves a file
         copies.copy(4, state_of(4), None)
         copies.wait()
         assert copies.newest == 2
@@ -217,38 +303,47 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def test_a_copy_is_sent_fetched_and_deleted(folder, server, copy_of_two, tmp_path):
-    client = CopyClient(3, server.address, server.token)
-    client.send(copy_of_two, 2)
-    held = memory_folder.held_copies(folder, 3)
-    assert memory_folder.held_ranks(folder) == [3] and held.steps() == [2]
+    part = Part(3, 4)
+    client = CopyClient(server.address, server.token)
+    client.send(part, copy_of_two, 2)
+    held = held_copies(folder, part)
+    assert list(memory_folder.all_copies(folder)) == ["neighbour/3of4"] and held.steps() == [2]
     back = tmp_path / "back"
     back.mkdir()
-    client.fetch(back, 2)
+    client.fetch("neighbour/3of4", 2, back)
     assert contents(back) == contents(copy_of_two) == contents(held.path(2))
-    client.keep([2, 5])
+    client.keep(part, [2, 5])
     assert held.steps() == [2]
-    client.keep([])
+    client.keep(part, [])
     assert held.steps() == []
-    with pytest.raises(TransferError, match="refused /3/2/checkpoint.json: no such file"):
-        client.fetch(back, 2)
+    with pytest.raises(TransferError, match="refused /neighbour/3of4/2/checkpoint.json: no such file"):
+        client.fetch("neighbour/3of4", 2, back)
+    own = own_copies(folder, Part(0, 4))
+    own.begin(5).joinpath("samples.npz").write_bytes(b"abc")
+    own.commit(5)
+    client.fetch_files("own/0of4", 5, back / "some", ["samples.npz"])
+    assert (back / "some" / "samples.npz").read_bytes() == b"abc"
 
 
 def test_a_copy_that_arrives_damaged_or_in_part_does_not_replace_the_older_one(folder, server, copy_of_two):
-    client = CopyClient(0, server.address, server.token)
-    client.send(copy_of_two, 2)
+    client = CopyClient(server.address, server.token)
+    client.send(FIRST, copy_of_two, 2)
     damage(copy_of_two / "arrays" / "0")
     with pytest.raises(TransferError, match="arrays/0: it, or its line in SHA256SUMS, has changed"):
-        client.send(copy_of_two, 2)
-    held = memory_folder.held_copies(folder, 0)
+        client.send(FIRST, copy_of_two, 2)
+    held = held_copies(folder, FIRST)
     assert held.steps() == [2] and manifest.check(held.path(2), 2)
 
 
 def test_strangers_are_refused(folder, server, copy_of_two):
     with pytest.raises(TransferError, match="another token"):
-        CopyClient(0, server.address, "guess").send(copy_of_two, 2)
-    client = CopyClient(0, server.address, server.token)
+        CopyClient(server.address, "guess").send(FIRST, copy_of_two, 2)
+    client = CopyClient(server.address, server.token)
     connection = client._connect()
-    for method, target in (("PUT", "/0/2/../../x"), ("GET", "/0/../../2/x"), ("DELETE", "/../x?keep="), ("GET", "/")):
+    for method, target in (
+        ("PUT", "/neighbour/0of2/2/../../x"), ("PUT", "/own/0of2/2/x"), ("GET", "/own/0of2/../../2/x"),
+        ("GET", "/fetched/0of2/2/x"), ("DELETE", "/neighbour/../x?keep="), ("DELETE", "/own/0of2?keep="), ("GET", "/"),
+    ):  # fmt: skip
         with pytest.raises(TransferError, match="refused"):
             client._exchange(connection, method, target, b"" if method == "PUT" else None)
         connection.close()
@@ -265,13 +360,13 @@ def test_processes_of_another_authority_are_refused(folder, copy_of_two, tmp_pat
     try:
         for tls in (None, files["theirs"]):
             with pytest.raises((TransferError, ssl.SSLError)):
-                CopyClient(0, server.address, server.token, tls).send(copy_of_two, 2)
+                CopyClient(server.address, server.token, tls).send(FIRST, copy_of_two, 2)
         assert list(folder.iterdir()) == []
-        ours = CopyClient(0, server.address, server.token, files["ours"])
-        ours.send(copy_of_two, 2)
-        assert memory_folder.held_copies(folder, 0).steps() == [2]
+        ours = CopyClient(server.address, server.token, files["ours"])
+        ours.send(FIRST, copy_of_two, 2)
+        assert held_copies(folder, FIRST).steps() == [2]
         monkeypatch.setenv(neighbour.TLS_PEER_PREFIX, "spiffe://jaxstack/another/")
         with pytest.raises(TransferError):
-            ours.send(copy_of_two, 2)
+            ours.send(FIRST, copy_of_two, 2)
     finally:
         server.close()

@@ -19,6 +19,7 @@ RESULTS = Path(__file__).parent / "results.jsonl"
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="the scorecard at its full length (an hour)")
     parser.addoption("--kills", type=int, help="of rows 1 and 2; default: 100 and 30 at full length, 2 and 1 otherwise")
+    parser.addoption("--fault-minutes", type=float, help="of random faults; default: 60 at full length, 3 otherwise")
     parser.addoption("--record", action="store_true", help=f"append the figures to {RESULTS.name}")
 
 
@@ -44,6 +45,12 @@ def full(pytestconfig) -> bool:
 def kills(pytestconfig, full) -> int:
     """How often row 2 kills a rank."""
     return pytestconfig.getoption("--kills", default=None) or (30 if full else 1)
+
+
+@pytest.fixture(scope="session")
+def fault_minutes(pytestconfig, full) -> float:
+    """Time of random faults."""
+    return pytestconfig.getoption("--fault-minutes", default=None) or (60 if full else 3)
 
 
 @pytest.fixture(scope="session")

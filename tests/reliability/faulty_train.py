@@ -66,10 +66,12 @@ def _faulty_step(self: Trainer, batch: Any) -> Any:
 
 
 def _late_batches(self: Trainer, start: int) -> Any:
-    """Each batch 0.1 s late (`lag`), or none from FAULT_STEP on (`reader`)."""
+    """Each batch 0.1 s late (`lag`), 0.25 s on all ranks at all starts (`slow`), or none from FAULT_STEP (`reader`)."""
     lags = os.environ["FAULT"] == "lag"
     for number, batch in enumerate(_batches(self, start), start + 1):
-        if _is_mine():
+        if os.environ["FAULT"] == "slow":
+            time.sleep(0.25)
+        elif _is_mine():
             time.sleep(0.1 if lags else 10_000 * (number == int(os.environ["FAULT_STEP"])))
         yield batch
 
@@ -95,7 +97,7 @@ def _stuck_evaluation(self: Evaluator, params: Any, non_params: Any, limit: Any,
 def _install(fault: str) -> None:
     if fault in FAULTS:
         Trainer.train_step = _faulty_step
-    elif fault in ("lag", "reader"):
+    elif fault in ("lag", "slow", "reader"):
         Trainer.batches = _late_batches
     elif fault == "disk":
         CheckpointManager.save = _save_on_a_full_disk

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from jaxstack.launch.child import descendants
 from tests.heartbeats import without_heartbeats
@@ -72,15 +73,17 @@ class Runs:
         """The command of a run."""
         return [*command, "--config", str(self.config), f"run.name={name}", *overrides]
 
-    def launch(self, options: Sequence[str], command: Sequence[str], **variables: str) -> subprocess.Popen:
+    def launch(
+        self, options: Sequence[str], command: Sequence[str], output: IO | None = None, **variables: str
+    ) -> subprocess.Popen:
         """Starts the launcher."""
-        return self.start([sys.executable, "-m", "jaxstack.launch", *options, "--", *command], **variables)
+        return self.start([sys.executable, "-m", "jaxstack.launch", *options, "--", *command], output, **variables)
 
-    def start(self, command: Sequence[str], **variables: str) -> subprocess.Popen:
-        """Starts a command whose output is kept in one text."""
+    def start(self, command: Sequence[str], output: IO | None = None, **variables: str) -> subprocess.Popen:
+        """Starts a command whose output is kept in one text, or goes to an open file."""
         return subprocess.Popen(
             command, cwd=REPOSITORY, env={**self.environment, **variables}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdout=output or subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def lines(self, name: str) -> list[dict]:
@@ -152,8 +155,8 @@ def end(process: subprocess.Popen) -> None:
             continue
 
 
-def ranks(launcher: subprocess.Popen) -> dict[int, int]:
-    """Rank -> process id, of a launcher's processes; fails with what it said where none is running."""
+def ranks(launcher: subprocess.Popen, *, required: bool = True) -> dict[int, int]:
+    """Rank -> process id, of a launcher's processes; fails with what it said where none is running, if one must be."""
     found = {}
     for pid in descendants(launcher.pid):
         try:
@@ -163,7 +166,7 @@ def ranks(launcher: subprocess.Popen) -> dict[int, int]:
         named = dict(one.partition(b"=")[::2] for one in variables)
         if b"JAXSTACK_PROGRESS_FILE" in named:
             found[int(named.get(b"JAX_PROCESS_ID", b"0"))] = pid
-    if not found:
+    if not found and required:
         end(launcher)
         raise AssertionError(f"no rank is running: {launcher.communicate()[0]}")
     return found

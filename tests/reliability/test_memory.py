@@ -15,6 +15,7 @@ import pytest
 from jaxstack.checkpoint import memory_folder
 from jaxstack.checkpoint.leaves import abstract_state
 from jaxstack.checkpoint.memory import MemoryCheckpoints
+from jaxstack.checkpoint.memory_folder import Part
 from jaxstack.checkpoint.neighbour import CopyClient, CopyServer
 from jaxstack.launch.supervisor import free_port
 from tests.reliability.runs import Runs, end, finish, listening, ranks, read_until, waiting
@@ -45,11 +46,8 @@ def folder_of(launcher: subprocess.Popen) -> Path:
 
 
 def copied(folder: Path, rank: int, kind: str = "own") -> list[int]:
-    """The steps of the complete copies of a process."""
-    try:
-        return sorted(int(path.name) for path in (folder / kind / str(rank)).iterdir() if path.name.isdigit())
-    except OSError:
-        return []
+    """The steps of the complete copies of one of two processes."""
+    return memory_folder.Copies(folder / kind / f"{rank}of2").steps()
 
 
 def wait_until_copied(runs: Runs, launcher: subprocess.Popen, name: str, step: int) -> None:
@@ -104,10 +102,20 @@ def damage(copy: Path) -> None:
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("kinds", [("own",), ("own", "neighbour")], ids=len)
-def test_a_damaged_copy_is_named_and_the_next_source_used(runs: Runs, unbroken, kinds, record):
-    """Damage to rank 0's copies while nothing runs: the launcher is stopped for that, as it restarts after a second."""
-    name = f"memory-damaged-{len(kinds)}"
+@pytest.mark.parametrize(
+    ("kinds", "damaged", "source"),
+    [
+        (("own",), (0,), "from memory: own 1, neighbour 1, "),
+        (("own", "neighbour"), (0,), "from memory: own 1, neighbour 0, other layout 1, "),
+        (("own", "neighbour"), (0, 1), "checkpoints, "),
+    ],
+)
+def test_a_damaged_copy_is_named_and_the_next_source_used(runs: Runs, unbroken, kinds, damaged, source, record):
+    """Damage to copies while nothing runs: the launcher is stopped for that, as it restarts after a second.
+
+    Each process has the whole state, half on each of its devices, so that the other one's copy has this one's shards.
+    """
+    name = f"memory-damaged-{len(kinds)}-{len(damaged)}"
     launcher = runs.launch(["--processes", "2"], runs.train(name, *MEMORY))
     wait_until_copied(runs, launcher, name, 12)
     folder = folder_of(launcher)
@@ -115,25 +123,25 @@ def test_a_damaged_copy_is_named_and_the_next_source_used(runs: Runs, unbroken, 
     launcher.send_signal(signal.SIGSTOP)
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
-    steps = copied(folder, 0)
+    newest = max(copied(folder, 0))
     for kind in kinds:
-        for step in copied(folder, 0, kind):
-            damage(folder / kind / "0" / str(step))
+        for rank in damaged:
+            for step in copied(folder, rank, kind):
+                damage(folder / kind / f"{rank}of2" / str(step))
     launcher.send_signal(signal.SIGCONT)
     said = "".join(read_until(launcher, "resuming from step"))
-    for step in steps:
-        assert re.search(
-            rf"copy of step {step} of process 0 in its own memory cannot be used.*arrays/\d+: it, or", said
-        )
-    if kinds == ("own",):
-        assert f"resuming from step {max(steps)} (from memory: own 1, neighbour 1" in said, said
-        what = f"named; step {max(steps)} restored from own memory and the neighbour's"
-    else:
-        assert f"copy of step {max(steps)} of process 0 in its neighbour's memory cannot be used" in said
-        assert re.search(r"resuming from step 10 \(\S+/checkpoints", said), said
-        what = "both named; went on from checkpoint 10 on disk"
+    for kind in kinds:
+        for rank in damaged:
+            whose = {"own": "its own", "neighbour": "its neighbour's"}[kind]
+            assert f"copy of step {newest} of process {rank} in {whose} memory cannot be used" in said, said
+    resumed = 10 if source == "checkpoints, " else newest
+    assert re.search(rf"resuming from step {resumed} \(\S*{source}", said), said
     check_end(runs, name, launcher, unbroken)
-    record(19, f"{len(kinds)} of 2 copies of a rank in memory damaged", f"{what}; losses bit-equal")
+    record(
+        19,
+        f"{len(kinds) * len(damaged)} of the 4 copies of 2 ranks in memory damaged",
+        f"all named; went on from step {resumed}, {source.rstrip(', ')}; losses bit-equal",
+    )
 
 
 def test_a_lost_node_is_restored_from_its_neighbour(runs: Runs, unbroken, record):
@@ -176,6 +184,57 @@ def test_a_lost_node_is_restored_from_its_neighbour(runs: Runs, unbroken, record
     )
 
 
+@pytest.mark.parametrize("lost", [1, 0])
+@pytest.mark.parametrize("layout", [("parallel.data=4", "parallel.fsdp=1"), ("parallel.data=1", "parallel.fsdp=4")])
+def test_with_a_node_fewer_a_run_goes_on_from_memory(runs: Runs, lost, layout, record, full):
+    """Of two nodes one is killed for good with its launcher and its memory; with `fsdp` it had half of the state."""
+    if (lost, layout[0]) != (0, "parallel.data=1") and not full:
+        pytest.skip("--full")
+    name = f"memory-fewer-{lost}-{layout[1][-1]}"
+    settings = [*COPIES[:-2], *layout]
+    command = runs.train(name, *settings, f"checkpoint.memory_every_steps={EVERY}")
+
+    def start(rank: int) -> subprocess.Popen:
+        options = ["--nodes", "1:2", "--node-rank", str(rank), "--coordinator", f"127.0.0.1:{free_port()}"]
+        return runs.launch([*options, "--rendezvous", str(runs.folder / f"meet-{name}")], command)
+
+    nodes = {rank: start(rank) for rank in (0, 1)}
+    left = nodes[1 - lost]
+    try:
+        wait_until_copied(runs, left, name, 12)
+        began = time.monotonic()
+        end(nodes[lost])
+        said = "".join(read_until(left, "starting with 1 of 2 nodes", "resuming from step"))
+        seconds = time.monotonic() - began
+        match = re.search(
+            r"resuming from step (\d+) \(from memory: own 0, neighbour 0, other layout 1, restored in ([\d.]+) s\)",
+            said,
+        )
+        assert match is not None, said
+        step = int(match[1])
+        assert step >= 12 and step % EVERY == 0 and max(runs.saved(name)) == 10
+        code, said = finish(left)
+        assert code == 0, said
+    finally:
+        for node in nodes.values():
+            end(node)
+            node.communicate()
+    found = runs.losses(name)
+    calm = f"calm-{name}"
+    code, said = finish(runs.start(runs.train(calm, *settings)))
+    assert code == 0, said
+    wanted = runs.losses(calm)
+    assert sorted(found) == sorted(wanted)
+    worst = max(abs(found[step] / wanted[step] - 1) for step in wanted)
+    assert worst < 1e-6
+    record(
+        19,
+        f"node {lost} of 2 lost for good, {layout[1].removeprefix('parallel.')}, copies in memory",
+        f"the other went on from step {step} in memory (checkpoint 10 on disk) after {seconds:.0f} s with half of the "
+        f"devices, restored in {match[2]} s; {STEPS} losses within {worst:.1e} (relative) of an unbroken run",
+    )
+
+
 def test_other_processes_and_no_launcher(runs: Runs):
     """The key without the launcher is one message and exit code 2."""
     code, said = finish(runs.start(runs.train("memory-alone", *MEMORY)))
@@ -200,7 +259,8 @@ def test_time_of_a_copy(full, monkeypatch, record):
             complete = time.monotonic() - began
             assert copies.newest == 1 and blocked < complete
             began = time.monotonic()
-            CopyClient(0, server.address, server.token).send(memory_folder.own_copies(folder, 0).path(1), 1)
+            own = memory_folder.own_copies(folder, Part(0, 1))
+            CopyClient(server.address, server.token).send(Part(0, 1), own.path(1), 1)
             sent = time.monotonic() - began
         with MemoryCheckpoints(1, folder, abstract_state(state), report=print) as copies:
             began = time.monotonic()
