@@ -19,7 +19,7 @@ from jaxstack.launch.supervisor import free_port
 from tests.reliability.runs import FAULTY, Runs, end, finish, ranks
 from tests.reliability.test_memory import damage
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(7200)]
 SETTINGS = (
     "train.eval_every_steps=null", "checkpoint.every_steps=20", "checkpoint.keep=3", "optimizer.learning_rate=1e-4",
     "resilience.heartbeat_seconds=6", "parallel.data=2", "parallel.fsdp=2",
