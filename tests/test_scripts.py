@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from scripts.pages import reliability
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_sbatch(folder: Path, code: int, restarts: int = 0) -> tuple[int, list[str], str]:
+def run_sbatch(folder: Path, code: int, restarts: int = 0, **more: str) -> tuple[int, list[str], str]:
     """The batch script, with an `srun` that ends with `code`: its own code, srun's words, and what was queued again."""
     tools = folder / "bin"
     log = folder / "log"
@@ -29,7 +30,7 @@ def run_sbatch(folder: Path, code: int, restarts: int = 0) -> tuple[int, list[st
         (tools / name).chmod(0o755)
     variables = {
         "PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(folder), "SLURM_JOB_ID": "77",
-        "SLURM_RESTART_COUNT": str(restarts),
+        "SLURM_RESTART_COUNT": str(restarts), "SLURM_JOB_NUM_NODES": "4", **more,
     }  # fmt: skip
     done = subprocess.run(
         ["bash", "scripts/slurm.sbatch", "configs/quickstart.yaml", "train.steps=5"],
@@ -51,10 +52,50 @@ def test_slurm_queues_again_what_can_go_on(tmp_path, code, restarts, again):
     assert found == code and (queued == "requeue 77\n") == again
     launch = words[words.index("jaxstack.launch") + 1 :]
     args = make_parser().parse_args(launch)
+    assert "--kill-on-bad-exit=1" in words and args.nodes is None
     assert args.tls and args.tls_peer_prefix == "spiffe://jaxstack/job-77/"
     assert args.command[:3] == ["python", "-m", "jaxstack.train"]
     train = make_train_parser().parse_intermixed_args(args.command[3:])
     assert (train.config, train.overrides) == ("configs/quickstart.yaml", ["train.steps=5"])
+
+
+def test_slurm_leaves_the_other_nodes_alone_where_their_number_may_change(tmp_path, monkeypatch):
+    found, words, _ = run_sbatch(tmp_path, 0, JAXSTACK_MIN_NODES="2")
+    assert found == 0 and {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(words)
+    args = make_parser().parse_args(words[words.index("jaxstack.launch") + 1 :])
+    assert args.nodes == (2, 4) and args.rendezvous == str(tmp_path / ".cache" / "jaxstack" / "meet-77")
+    args.tls = None
+    for name, value in {"STEP_NUM_NODES": "4", "NODEID": "3", "STEP_NODELIST": "n[0-3]", "JOB_ID": "77"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("JAXSTACK_INSECURE", "1")
+    job = make_job(args)
+    assert (job.nodes.count, job.nodes.rank, job.fewest_nodes) == (4, 3, 2)
+    assert job.nodes.coordinator == f"{socket.gethostname()}:{61440 + 77}"
+
+
+def test_jobset_with_changing_nodes_starts_launchers_that_meet(tmp_path, monkeypatch):
+    """A pod that is lost is made anew alone: its index does not count for the others."""
+    job_set = yaml.safe_load((ROOT / "scripts" / "jobset_changing_nodes.yaml").read_text())
+    job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert job["completionMode"] == "Indexed" and job["backoffLimitPerIndex"] > 0 and "backoffLimit" not in job
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    container = job["template"]["spec"]["containers"][0]
+    given = {"NODE_RANK": "1", "POD_IP": "10.0.0.7"}
+    assert {one["name"] for one in container["env"]} == set(given)
+    words = [*container["command"], *container["args"]]
+    for name, value in given.items():
+        words = [word.replace(f"$({name})", value) for word in words]
+    assert words[:3] == ["python", "-m", "jaxstack.launch"] and not any("$" in word for word in words)
+    args = make_parser().parse_args(words[3:])
+    args.tls = None
+    monkeypatch.setenv("JAXSTACK_INSECURE", "1")
+    found = make_job(args)
+    assert (found.nodes.count, found.nodes.rank, found.nodes.coordinator) == (job["completions"], 1, "10.0.0.7:8476")
+    assert found.fewest_nodes == 1 and str(found.rendezvous).startswith("/shared/")
+    fixed = yaml.safe_load((ROOT / "scripts" / "jobset.yaml").read_text())
+    kept = fixed["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert job["template"]["spec"]["volumes"] == kept["volumes"]
+    assert container["volumeMounts"] == kept["containers"][0]["volumeMounts"]
 
 
 def test_jobset_starts_a_launcher_that_finds_its_place(tmp_path, monkeypatch):

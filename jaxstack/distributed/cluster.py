@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from jaxstack.errors import ConfigError
 
@@ -219,6 +220,18 @@ def tls_variables(args: argparse.Namespace) -> dict[str, str]:
     found = dict(zip(TLS_FILES, args.tls or (), strict=False))
     found |= {TLS_PEER_PREFIX: args.tls_peer_prefix} if args.tls_peer_prefix else {}
     return found | ({INSECURE: "1"} if args.insecure else {})
+
+
+def count_gpus() -> int:
+    """Return the number of NVIDIA GPUs that the processes of this node will see; 0 without a driver."""
+    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(chosen.split(","))
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return 0
+    folder = Path("/proc/driver/nvidia/gpus")
+    if folder.is_dir():
+        return len(list(folder.iterdir()))
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))  # in a container
 
 
 def split_devices(devices: int, parts: int, part: int) -> tuple[int, ...]:

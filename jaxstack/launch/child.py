@@ -18,9 +18,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
+from jaxstack.distributed.parent_death import die_with_parent
 from jaxstack.resilience.progress_file import PROGRESS, STACKS, Record, read_record
 
-_SET_PARENT_DEATH_SIGNAL = 1
 _SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 _STACK_LINES = 80
@@ -50,7 +50,7 @@ class Child:
         output = None if prefix is None else subprocess.PIPE
         self._process = subprocess.Popen(
             command, env=variables, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=None if prefix is None else subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
+            stderr=None if prefix is None else subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         self.pid = self._process.pid
         self.started = time.monotonic()
@@ -131,11 +131,6 @@ def arrange_stacks(text: str) -> str:
         alike.setdefault(frames, []).append(head)
     more = {frames: f" and {len(heads) - 1} alike" if len(heads) > 1 else "" for frames, heads in alike.items()}
     return "\n".join(f"{heads[0].rstrip(':')}{more[frames]}:\n{frames}" for frames, heads in alike.items())
-
-
-def _die_with_parent() -> None:
-    # Even if the supervisor is killed, by SIGKILL say, no unsupervised run may stay behind.
-    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _copy_lines(source: IO[bytes], prefix: str) -> None:

@@ -21,6 +21,7 @@ from jaxstack.distributed.cluster import (
     INDEX,
     LOCAL_DEVICES,
     Nodes,
+    count_gpus,
     split_devices,
 )
 from jaxstack.errors import ConfigError
@@ -225,12 +226,12 @@ class Supervisor:
             shared[memory_folder.VARIABLE] = str(self._memory)
         if job.rendezvous is not None:
             shared |= {FULL_COUNT: str(job.processes * job.nodes.count)}
-        if total > 1:
-            shared |= {COORDINATOR: nodes.coordinator or f"127.0.0.1:{free_port()}", COUNT: str(total)}
+        # A single process is told its place too: otherwise it would take that of its task from Slurm's variables.
+        shared |= {COORDINATOR: nodes.coordinator or f"127.0.0.1:{free_port()}", COUNT: str(total)}
         gpus = count_gpus() if job.processes > 1 else 0
         children = []
         for local in range(job.processes):
-            own = {INDEX: str(first + local)} if total > 1 else {}
+            own = {INDEX: str(first + local)}
             if gpus:
                 own[LOCAL_DEVICES] = ",".join(map(str, split_devices(gpus, job.processes, local)))
             prefix = f"[{first + local}] " if first + local else None
@@ -371,18 +372,6 @@ def free_port() -> int:
     """Return a free TCP port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
-
-
-def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs that the processes of this node will see; 0 without a driver."""
-    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return len(chosen.split(","))
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        return 0
-    folder = Path("/proc/driver/nvidia/gpus")
-    if folder.is_dir():
-        return len(list(folder.iterdir()))
-    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))  # in a container
 
 
 def _describe_code(code: int) -> str:

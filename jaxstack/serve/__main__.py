@@ -66,6 +66,14 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--plan", action="store_true", help="print slots, pages and the bytes of weights and caches, and exit"
     )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="serve with N engines of this host behind a router; on several nodes of a Slurm or indexed Kubernetes job "
+        "with N engines of each, and the router on the first",
+    )
+    parser.add_argument("--router", metavar="URL", help="be an engine of the router at http://HOST:PORT")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to load (default: the newest)")
     return add_examples(
         parser,
@@ -74,6 +82,7 @@ def make_parser() -> CommandParser:
         "serve --run models/qwen2.5-0.5b engine.slots=256 --plan",
         "serve --run models/qwen2.5-7b --draft models/qwen2.5-0.5b",
         "serve --run models/qwen2.5-7b --adapter sql=runs/sql --adapter legal=models/legal-lora",
+        "serve --run models/qwen2.5-7b --replicas 8",
     )
 
 
@@ -83,28 +92,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command("jaxstack serve", lambda: _serve(args), _LESS_MEMORY)
 
 
-def _serve(args: argparse.Namespace) -> None:
+def _serve(args: argparse.Namespace) -> int | None:
     for override in args.overrides:
         if "=" not in override:
             raise ConfigError(f"{override!r} is no setting; write section.key=value, such as engine.slots=32.")
     own = [override for override in args.overrides if override.startswith(("engine.", "server."))]
     config = build_component(ServeConfig, merge_overrides({}, own), "the settings", own)
     others = [override for override in args.overrides if override not in own]
-    key = os.environ.get(API_KEY)
-    if key is not None and not key.strip():
-        raise ConfigError(f"the environment variable {API_KEY} is empty; unset it to ask for no key.")
-    if key is not None and any(ord(character) < 32 or ord(character) == 127 for character in key.strip()):
-        raise ConfigError(
-            f"the environment variable {API_KEY} has a control character, such as a line break, which no client can "
-            "send in a header; set it to one line of text."
-        )
+    key = _read_key()
     try:
         from jaxstack.serve.answers import ChatFormatter
         from jaxstack.serve.engine import open_engine
         from jaxstack.serve.listen import bind, serve
         from jaxstack.serve.pair_scores import Classifier
+        from jaxstack.serve.registration import parse_url
+        from jaxstack.serve.replicas import serve_replicas
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'jaxstack[serve]'.") from None
+    if args.replicas is not None and not args.plan:
+        return serve_replicas(args, config.server, key, _report)
+    router = None if args.router is None else parse_url(args.router)
     with contextlib.ExitStack() as stack:
         bound = None if args.plan else stack.enter_context(contextlib.closing(bind(args.host, args.port)))
         from jaxstack.run.adapters import read_adapter
@@ -148,6 +155,7 @@ def _serve(args: argparse.Namespace) -> None:
                 api_key=key,
                 read_adapter=read,
                 classifier=None if head is None else Classifier(head.weights, head.encode),
+                router=router,
                 report=_report,
             )
 
@@ -160,6 +168,23 @@ def _plan(model: "Decoder", config: "EngineConfig", draft: "Decoder | None") -> 
     first, *others = split_replicas(model)
     lines = [f"{1 + len(others)} replicas (parallel.data), each with:"] if others else []
     return "\n".join([*lines, describe_memory(first, config, None if draft is None else split_replicas(draft)[0])])
+
+
+def _read_key() -> str | None:
+    """Return the API key; None if there is none.
+
+    Raises:
+      ConfigError: it is empty, or no client could send it.
+    """
+    key = os.environ.get(API_KEY)
+    if key is not None and not key.strip():
+        raise ConfigError(f"the environment variable {API_KEY} is empty; unset it to ask for no key.")
+    if key is not None and any(ord(character) < 32 or ord(character) == 127 for character in key.strip()):
+        raise ConfigError(
+            f"the environment variable {API_KEY} has a control character, such as a line break, which no client can "
+            "send in a header; set it to one line of text."
+        )
+    return key
 
 
 def _adapter(argument: str) -> tuple[str, str]:

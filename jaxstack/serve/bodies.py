@@ -33,12 +33,12 @@ async def read_json(request: Request, kind: type[R], config: ServerConfig) -> R:
         raise Refused(415, "send JSON, with the header Content-Type: application/json.")
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise Refused(415, "send the body as it is, without a Content-Encoding.")
-    content = await _read_body(request, config)
+    content = await read_body(request, config)
     # In a thread, as everything whose duration depends on the request: the event loop serves the other clients.
     return await asyncio.to_thread(_parse, content, kind)
 
 
-async def _read_body(request: Request, config: ServerConfig) -> bytes:
+async def read_body(request: Request, config: ServerConfig) -> bytes:
     """Read the body of an HTTP request, up to the server's size limit.
 
     Raises:

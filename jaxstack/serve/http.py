@@ -124,7 +124,7 @@ class Server:
                 Route("/metrics", self._metrics),
                 Route("/", self._page),
             ],
-            exception_handlers={Refused: _refusal, HTTPException: _http_error, Exception: _failure},
+            exception_handlers={Refused: refusal, HTTPException: http_error, Exception: failure},
         )
         if loopback and "*" not in self.config.allowed_hosts:
             known = ["localhost", *self.config.allowed_hosts]
@@ -352,7 +352,8 @@ class Server:
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
-async def _refusal(request: Request, error: Exception) -> Response:
+async def refusal(request: Request, error: Exception) -> Response:
+    """Return the response to a request that was refused."""
     assert isinstance(error, Refused)
     headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
     body = error_body(str(error), error.status, error.code)
@@ -361,7 +362,8 @@ async def _refusal(request: Request, error: Exception) -> Response:
     return JSONResponse(body, error.status, headers.get(error.status))
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def http_error(request: Request, error: Exception) -> Response:
+    """Return the response to a request for an unknown route, or with a wrong method."""
     assert isinstance(error, HTTPException)
     known = ", ".join(route.path for route in request.app.routes if "{" not in route.path)
     messages = {404: f"there is nothing at {request.url.path}; known: {known}."}
@@ -369,5 +371,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return JSONResponse(error_body(message, error.status_code), error.status_code, error.headers)
 
 
-async def _failure(request: Request, error: Exception) -> Response:
+async def failure(request: Request, error: Exception) -> Response:
+    """Return the response to a request that failed unexpectedly."""
     return JSONResponse(error_body(f"the server failed: {type(error).__name__}.", 500), 500)

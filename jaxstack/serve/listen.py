@@ -1,15 +1,18 @@
 """Runs the HTTP server on a socket until SIGTERM or Ctrl-C."""
 
 import asyncio
+import dataclasses
 import ipaddress
 import json
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, Protocol
 
 import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxstack.data.tokenizer import Tokenizer
@@ -21,6 +24,8 @@ from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.http import Server
 from jaxstack.serve.pair_scores import Classifier
 from jaxstack.serve.protocol import error_body
+from jaxstack.serve.registration import Registration
+from jaxstack.serve.upstream import Address
 
 _REFUSAL_SECONDS = 5
 """Seconds in which requests that outlast `server.drain` receive their error."""
@@ -47,7 +52,18 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def uvicorn_settings(server: Server) -> uvicorn.Config:
+class Application(Protocol):
+    """What `run_server` serves: an ASGI application with limits, which can refuse the requests that are left."""
+
+    app: Starlette
+    config: ServerConfig
+
+    def end(self) -> None:
+        """Refuse all requests from now on."""
+        ...
+
+
+def uvicorn_settings(server: Application) -> uvicorn.Config:
     """Return the settings with which uvicorn serves an application, among them its limits on time."""
 
     class Protocol(H11Protocol):
@@ -133,6 +149,7 @@ def serve(
     api_key: str | None = None,
     read_adapter: Callable[[Path], AdapterMatrices] | None = None,
     classifier: Classifier | None = None,
+    router: Address | None = None,
     report: Callable[[str], None] = print,
 ) -> None:
     """Serve HTTP requests until SIGTERM or Ctrl-C; then refuse new requests and wait for the running ones to end.
@@ -140,43 +157,86 @@ def serve(
     Args:
       engine, tokenizer, name, config, api_key, read_adapter, classifier: as in `jaxstack.serve.http.Server`.
       bound: the socket, from `bind`.
+      router: address of a router that distributes requests; None: clients connect to this server.
       report: called with a line of text when the server is ready and when it ends.
     """
-    loopback = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
     server = Server(
         engine,
         tokenizer,
         name,
         config,
         api_key=api_key,
-        loopback=loopback,
+        loopback=is_loopback(bound),
         read_adapter=read_adapter,
         classifier=classifier,
     )
-    settings = uvicorn_settings(server)
+    # By default Python switches threads every 5 ms, so a busy thread would delay the engine by several steps.
+    sys.setswitchinterval(0.0005)
+    if router is None:
+        running = Running(lambda: engine.state.running + engine.state.waiting, f"serving {name} at {{}} (Ctrl-C ends)")
+    else:
+        port = bound.getsockname()[1]
+        told = Registration(router, port, name, lambda: engine.failure, api_key=api_key, report=report)
+        running = Running(lambda: engine.state.running + engine.state.waiting, background=told.run, on_stop=told.drain)
+    run_server(server, bound, running, report)
+
+
+def is_loopback(bound: socket.socket) -> bool:
+    """Return True if only this machine can connect to a socket."""
+    return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """What happens beside the answers of a server: messages, a task, and what its end begins with."""
+
+    unfinished: Callable[[], int]
+    """Returns the number of requests that are not answered yet."""
+    greeting: str | None = None
+    """Message when the server is ready, with {} for its address."""
+    background: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Runs beside the server and is cancelled when all requests are answered; if it fails, the server ends."""
+    on_stop: Callable[[], None] = lambda: None
+    """Called in the event loop when the server is told to end."""
+
+
+def run_server(server: Application, bound: socket.socket, running: Running, report: Callable[[str], None]) -> None:
+    """Serve an application until SIGTERM or Ctrl-C, then until its requests are answered or `server.drain` is over.
+
+    Raises:
+      Exception: what the background task has raised.
+    """
+    tasks: list[asyncio.Task] = []
 
     class ReportingServer(uvicorn.Server):
         """A uvicorn server that reports when it is ready and when it shuts down."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
+            if running.background is not None:
+                tasks.append(asyncio.ensure_future(running.background()))
+                tasks[0].add_done_callback(lambda _: setattr(self, "should_exit", True))
             host, port = bound.getsockname()[:2]
-            report(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends)")
+            if running.greeting is not None:
+                report(running.greeting.format(f"http://{f'[{host}]' if ':' in host else host}:{port}"))
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            ending = asyncio.get_running_loop().call_later(config.drain, server.end)
+            ending = asyncio.get_running_loop().call_later(server.config.drain, server.end)
+            running.on_stop()
             await super().shutdown(sockets)
             ending.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
         def handle_exit(self, sig: int, frame: object) -> None:
             if not self.should_exit:
-                report(
-                    f"{signal.Signals(sig).name}: finishing {engine.state.running + engine.state.waiting} request(s)"
-                )
+                report(f"{signal.Signals(sig).name}: finishing {running.unfinished()} request(s)")
             super().handle_exit(sig, None)
 
     for stop in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again after shutting down
         signal.signal(stop, lambda *_: None)
-    # By default Python switches threads every 5 ms, so a busy thread would delay the engine by several steps.
-    sys.setswitchinterval(0.0005)
-    ReportingServer(settings).run(sockets=[bound])
+    ReportingServer(uvicorn_settings(server)).run(sockets=[bound])
+    for task in tasks:
+        if not task.cancelled():
+            task.result()

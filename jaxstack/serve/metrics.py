@@ -1,9 +1,11 @@
 """Prometheus metrics of the server, under vLLM's metric names so that dashboards made for vLLM work."""
 
-from collections.abc import Iterable
+import collections
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.requests import Request
@@ -117,3 +119,66 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+_MEANS = frozenset(["vllm:kv_cache_usage_perc"])
+"""Gauges of which the mean over all engines is told, not the sum."""
+_COUNTING = ("counter", "histogram")
+
+
+class _Families:
+    """Metric families as a collector of Prometheus."""
+
+    def __init__(self, families: Iterable[Metric]):
+        self._families = list(families)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the families."""
+        return iter(self._families)
+
+
+def _render(families: Iterable[Metric]) -> str:
+    registry = CollectorRegistry()
+    registry.register(_Families(families))
+    return generate_latest(registry).decode()
+
+
+def add_up(living: Sequence[str], ended: Sequence[str]) -> str:
+    """Return the metrics of several engines as those of one, in Prometheus' text format.
+
+    Args:
+      living: metrics of engines that work. Their numbers are added; of shares the mean is taken.
+      ended: metrics of engines that have ended, of which only what has been counted is added: so no counter falls.
+    """
+    families: dict[str, Metric] = {}
+    sums: dict[str, collections.Counter[tuple[str, tuple[tuple[str, str], ...]]]] = {}
+    for number, text in enumerate([*living, *ended]):
+        for family in text_string_to_metric_families(text):
+            if family.name.endswith("_created") or (number >= len(living) and family.type not in _COUNTING):
+                continue
+            families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            counted = sums.setdefault(family.name, collections.Counter())
+            for sample in family.samples:
+                counted[sample.name, tuple(sorted(sample.labels.items()))] += sample.value  # type: ignore[assignment]
+    for name, family in families.items():
+        share = len(living) if name in _MEANS else 1
+        for (sample, labels), value in sums[name].items():
+            family.add_sample(sample, dict(labels), value / share)
+    return _render(families.values())
+
+
+def render_router(engines: int, unanswered: int, retried: int) -> str:
+    """Return the router's own metrics in Prometheus' text format.
+
+    Args:
+      engines: number of engines that take requests.
+      unanswered: number of requests that are not answered yet.
+      retried: number of times that a request was sent to another engine.
+    """
+    return _render(
+        [
+            GaugeMetricFamily("jaxstack:router_engines", "Engines that take requests.", engines),
+            GaugeMetricFamily("jaxstack:router_requests", "Requests that are not answered yet.", unanswered),
+            CounterMetricFamily("jaxstack:router_retries", "Requests sent to another engine.", retried),
+        ]
+    )

@@ -327,7 +327,7 @@ class Submissions:
     async def collect(self, request: Request, answers: Answers) -> list[Part] | None:
         """Return the whole of each answer; None if the client has gone away."""
         parts = [Part("")] * len(answers.answers)
-        watch = asyncio.create_task(_until_gone(request))
+        watch = asyncio.create_task(until_gone(request))
         work = asyncio.create_task(collect(answers, parts))
         try:
             await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
@@ -341,7 +341,7 @@ class Submissions:
             answers.cancel()
 
 
-async def _until_gone(request: Request) -> None:
+async def until_gone(request: Request) -> None:
     """Wait until the HTTP client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxstack.config.loader import dump_yaml
+from jaxstack.distributed.cluster import count_gpus
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import FileLock, LockHeld, exclusive, write_file
 from jaxstack.launch.child import Child
-from jaxstack.launch.supervisor import count_gpus
 from jaxstack.observe.report.series import read_metrics
 from jaxstack.resilience.exit_on_signal import signal_name
 from jaxstack.resilience.stop_request import Interrupted, StopRequest

@@ -20,9 +20,9 @@ WRITE = (
 )
 
 
-def launch(*options: str, program: str) -> subprocess.Popen:
+def launch(*options: str, program: str, **variables: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "jaxstack.launch", *options, "--", sys.executable, "-c", program]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")} | variables
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
@@ -36,6 +36,26 @@ def test_success_and_the_place_of_each_process():
     program = "import os; print(os.environ['JAX_PROCESS_ID'] + ' ' + os.environ['JAX_NUM_PROCESSES'])"
     out, _ = (process := launch("--processes", "2", program=program)).communicate(timeout=60)
     assert process.returncode == 0 and "0 2" in out and "[1] 1 2" in out
+
+
+def test_a_process_that_is_left_of_several_does_not_take_its_place_from_slurm(tmp_path):
+    """The step still has two tasks after one of its nodes is lost."""
+    program = "from jaxstack.distributed.cluster import find_place; print('place', find_place())"
+    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1", "SLURM_PROCID": "1"}
+    options = [
+        "--nodes",
+        "1:2",
+        "--node-rank",
+        "1",
+        "--coordinator",
+        "127.0.0.1:1",
+        "--rendezvous",
+        str(tmp_path / "m"),
+    ]
+    node = launch(*options, program=program, **step, SLURM_STEP_NODELIST="n[0-1]")
+    alone = launch(program=program, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0", SLURM_STEP_NODELIST="n[0-1]")
+    assert "place None" in alone.communicate(timeout=60)[0]
+    assert "place None" in node.communicate(timeout=120)[0]  # it waits a minute for the other node
 
 
 @pytest.mark.parametrize(
