@@ -351,8 +351,10 @@ class Training:
 
     def frozen_parameters(self) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
         """Return the model's own parameters that are not trained, as path -> (logical axes, shape)."""
-        known = self.module.map_parameters(lambda names, shape, _: (tuple(names or ()), shape), self.rules)
-        frozen = flatten(self.module.split_companions(self.module.split_frozen(known)[1])[0])
+        packed = any(view.companions for view in self.module.views)
+        module = self.module.used if packed else self.module
+        known = module.map_parameters(lambda names, shape, _: (tuple(names or ()), shape), self.rules)
+        frozen = flatten(module.split_companions(module.split_frozen(known)[1])[0])
         return {"/".join(path): leaf for path, leaf in frozen.items()}
 
     def set_step(self, settings: StepSettings) -> None:

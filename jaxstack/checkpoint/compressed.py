@@ -88,9 +88,7 @@ def read_compressed(
       ConfigError: a later version of jaxstack wrote the directory.
     """
     folder = Path(directory) / FOLDER
-    manifest = read_json(folder / MANIFEST)
-    if manifest.get("version") != VERSION:
-        raise ConfigError(f"{folder} was written by another version of jaxstack; compress the model again.")
+    manifest = _read_manifest(folder)
     _check_files(folder, manifest["files"])
     weights = manifest["weights"]
     found = {}
@@ -109,6 +107,33 @@ def read_compressed(
                     found[path] = value
     make = functools.partial(_make_leaf, weights=weights, place=place, mesh=mesh)
     return nest((path, make(path, value)) for path, value in found.items()), int(manifest["step"])
+
+
+def describe_compressed(directory: str | Path) -> dict[str, PackedWeight]:
+    """Return the packed weights of a compressed model by path, whose arrays are `jax.ShapeDtypeStruct`.
+
+    Only the manifest is read.
+
+    Raises:
+      ConfigError: a later version of jaxstack wrote the directory.
+    """
+    return {path: _abstract(known) for path, known in _read_manifest(Path(directory) / FOLDER)["weights"].items()}
+
+
+def _abstract(known: Mapping[str, Any]) -> PackedWeight:
+    arrays: Any = {
+        name: jax.ShapeDtypeStruct(tuple(array["shape"]), jnp.dtype(array["dtype"]))
+        for name, array in known["arrays"].items()
+    }
+    stack = tuple(known.get("stack", ()))
+    return PackedWeight(arrays, _format(known), tuple(known["inputs"]), tuple(known["outputs"]), stack)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("version") != VERSION:
+        raise ConfigError(f"{folder} was written by another version of jaxstack; compress the model again.")
+    return manifest
 
 
 def read_step(directory: str | Path) -> int:

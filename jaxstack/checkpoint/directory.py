@@ -242,6 +242,19 @@ def link_checkpoint(source: Path, step: int | None, target: Path, steps: int | N
     return chosen
 
 
+def link_files(source: Path, target: Path) -> None:
+    """Copy a directory, which appears when it is complete, by hard links where the file system has them.
+
+    Raises:
+      OSError: it cannot be read or written.
+    """
+    staging = target.with_name(f".{target.name}-linking")
+    remove_tree(staging)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(source, staging, copy_function=_link)
+    put_in_place(staging, target)
+
+
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)

@@ -12,6 +12,7 @@ from pydantic import Field, SerializeAsAny, ValidatorFunctionWrapHandler, WrapVa
 from jaxstack.compress.base import AfterTraining, DuringTraining, Method, method_name
 from jaxstack.compress.formats.block_float import BlockFloat
 from jaxstack.compress.formats.float8 import Fp8
+from jaxstack.compress.formats.fp4 import Mxfp4, Nf4
 from jaxstack.compress.formats.integer_grid import QatRule, Rtn
 from jaxstack.compress.formats.lookup_table import KMeans
 from jaxstack.compress.formats.low_rank import LowRank
@@ -36,7 +37,7 @@ METHODS: tuple[type[Method], ...] = (
     Rtn, QatRule, LsqRule, Gptq, Awq,        # integers with scales
     Fp8,                                     # FP8 with scales
     BlockFloat, Bct, BctGptq,                # integers with powers of two
-    KMeans, ClusterRule,                     # indices into a table
+    KMeans, ClusterRule, Mxfp4, Nf4,         # indices into a table
     LowRank, LowRankRule,                    # two factors
     Magnitude, MaskRule, Wanda, SparseGpt,   # zeros
 )

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxstack.cost_model.layouts import Floats, LayoutTable
 from jaxstack.cost_model.model_shape import ModelShape
+from jaxstack.cost_model.packed_base import PackedSize
 from jaxstack.models.feed_forward_chunks import CHUNK_BYTES
 
 PARTS = ("weights", "optimizer", "working_copies", "gradients", "activations", "transient", "logits", "buffers")
@@ -45,6 +46,7 @@ def memory_parts(
     trained: float = 1.0,
     adapters: float = 0.0,
     reference: bool = False,
+    packed: PackedSize | None = None,
 ) -> dict[str, Floats]:
     """Return the predicted bytes on each device for each layout, by part: weights, gradients, activations and others.
 
@@ -58,7 +60,9 @@ def memory_parts(
       trained: trained parameters over those of the model without adapters; below 1 with adapters or frozen groups.
       adapters: parameters of adapters over those of the model without them; `shape` leaves them out.
       reference: there is a second, frozen model of the same shape.
+      packed: weights that stay packed, of which each device holds all; None: none.
     """
+    packed = packed or PackedSize()
     stored = stored_parameters(shape, layouts, zero_from=1)
     gradients = trained * _gradients(shape, layouts)
     activations = saved_values_per_token(shape, layouts, scanned=scanned) * _COMPUTE * layers_of_stage(shape, layouts)
@@ -69,7 +73,7 @@ def memory_parts(
         hidden = np.minimum(np.where(layouts["pipeline"] == 1, gradients, 0), activations)
         activations = activations - hidden
     return {
-        "weights": (1 + adapters) * 4 * stored,
+        "weights": (1 + adapters - packed.values / shape.total) * 4 * stored + packed.bytes,
         "optimizer": trained * optimizer_bytes * stored,
         "working_copies": _working_copies(shape, layouts, prefetch) + reference * _COMPUTE * stored,
         "gradients": gradients,

@@ -14,6 +14,7 @@ from jaxstack.loss import Batch, Loss, LossFunction, LossSum, MeanLoss, as_loss
 from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.module_arrays.pipeline_order import StagedArrays
 from jaxstack.parallel.sharding_context import ShardingContext, placed
+from pallas_kernels.weight_only.packed import is_packed
 
 
 class GlobalGradients:
@@ -49,9 +50,9 @@ class GlobalGradients:
             return tree
 
         def place(x, spec):
-            return jax.lax.with_sharding_constraint(x, placed(self._rules, spec))
+            return x if is_packed(x) else jax.lax.with_sharding_constraint(x, placed(self._rules, spec))
 
-        return jax.tree.map(place, tree, specs)
+        return jax.tree.map(place, tree, specs, is_leaf=is_packed)
 
     def _sums(
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, noise: bool

@@ -24,6 +24,7 @@ from jaxstack.parallel.weight_gather import (
     on_tensor_shards,
     sum_gradient,
 )
+from pallas_kernels.weight_only.packed import PackedWeight, is_packed
 
 Result = TypeVar("Result")
 
@@ -96,7 +97,7 @@ class LocalGradients:
             if self._sums_at_use:
 
                 def prepare(params):
-                    return jax.tree.map(self._summing, params, copies, self._layouts)
+                    return jax.tree.map(self._summing, params, copies, self._layouts, is_leaf=is_packed)
 
                 run = functools.partial(self._microbatches, prepare=prepare, measure=measure)
                 sums, non_params, small = run(params, non_params, batch, key)
@@ -143,11 +144,15 @@ class LocalGradients:
             with self._inner.entered():
                 return function(*arguments)
 
+        # Each device holds the whole of a packed weight.
+        specs = jax.tree.map(
+            lambda x, s: PartitionSpec() if is_packed(x) else s, params, self._specs, is_leaf=is_packed
+        )
         parts = {name: restrict(rules.batch_spec(x.shape, name), self._split) for name, x in batch.items()}
         return jax.shard_map(
             local,
             mesh=None if rules.manual else rules.mesh,
-            in_specs=(self._specs, PartitionSpec(), parts, *(PartitionSpec() for _ in key)),
+            in_specs=(specs, PartitionSpec(), parts, *(PartitionSpec() for _ in key)),
             out_specs=out_specs,
             axis_names=set(self._manual),
             check_vma=False,
@@ -171,10 +176,12 @@ class LocalGradients:
         matrices of a layer are gathered in one iteration of one loop: XLA's CPU backend runs independent loops
         concurrently, and the program aborts where the collectives of two loops meet.
         """
-        weights, tree = jax.tree.flatten(params)
+        weights, tree = jax.tree.flatten(params, is_leaf=is_packed)
         layouts = tree.flatten_up_to(self._layouts)
         stacks: dict[int, dict[int, jax.Array]] = {}
         for index, (weight, layout) in enumerate(zip(weights, layouts, strict=True)):
+            if is_packed(weight):
+                continue
             if layout.stacked and _data_shards(layout):
                 stacks.setdefault(weight.shape[0], {})[index] = weight
             else:
@@ -196,8 +203,13 @@ class LocalGradients:
         how = self._exchange._replace(dtype=layout.dtype, gathered=parts)
         return exchange_weight(x, how, layout.spec, self._inner.rules)
 
-    def _summing(self, x: jax.Array, copy: jax.Array, layout: ParameterLayout) -> jax.Array | WorkingCopy:
-        """Return parameter `x` wrapped so that the backward pass sums its gradient over devices, sharded like x."""
+    def _summing(self, x: Any, copy: jax.Array, layout: ParameterLayout) -> jax.Array | WorkingCopy | PackedWeight:
+        """Return parameter `x` wrapped so that the backward pass sums its gradient over devices, sharded like x.
+
+        A packed weight has no gradient.
+        """
+        if is_packed(x):
+            return x
         parts = _data_shards(layout)
         weight = WorkingCopy(x, copy) if parts else x
         if layout.summed_by_module:

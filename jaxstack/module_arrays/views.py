@@ -32,6 +32,8 @@ class View:
 
     paths: frozenset[str] = frozenset()
     """Paths of the parameters that this view changes, such as `layer/kernel`; known after `bind`."""
+    companions: tuple[str, ...] = ()
+    """Companions of the module that the view adds for the parameters at `paths`, which are then not trained."""
     only_arranges: bool = False
     """True if the view has no other function than `arrange`."""
     changes_layers: bool = False
@@ -137,6 +139,7 @@ class ViewedArrays(ModuleArrays):
         variables = list(used._params)
         for view in self.views:
             variables = [item for path, variable in variables for item in view.stored_variables(path, variable)]
+        self.companions = (*self.companions, *(name for view in self.views for name in view.companions))
         self._set_params(variables)
         self._plain = ViewedArrays(used.plain, views) if used.plain is not used else self
 

@@ -9,6 +9,7 @@ import jax
 
 from jaxstack.data.prompts import open_prompts
 from jaxstack.errors import ConfigError
+from jaxstack.module_arrays.packed_base import PackedBase
 from jaxstack.reinforce.environment import Description, Environment
 from jaxstack.reinforce.policy import LOSSES, TEACHER
 from jaxstack.reinforce.rewards import Rewards, check_columns
@@ -130,9 +131,9 @@ class ReinforcementTask(Task):
             config.directory,
         )
 
-    def make_trainer(self, config: RunConfig, data: Rollouts) -> Trainer:
+    def make_trainer(self, config: RunConfig, data: Rollouts, base: PackedBase | None) -> Trainer:
         """Make the trainer, and the sampler that uses its weights."""
-        trainer = make_trainer(config, data, kind=PolicyTrainer)
+        trainer = make_trainer(config, data, kind=PolicyTrainer, base=base)
         trainer.policy = config.policy
         trainer.steps_together = config.policy.updates
         trainer.temperature = config.rollout.temperature

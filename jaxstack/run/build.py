@@ -23,6 +23,8 @@ from jaxstack.models import (
     in_fp8,
     with_kv_cache,
 )
+from jaxstack.module_arrays.packed_base import PackedBase
+from jaxstack.module_arrays.views import with_views
 from jaxstack.optim.base import GroupRule, Optimizer
 from jaxstack.parallel import make_mesh
 from jaxstack.preference import preference_loss
@@ -142,6 +144,7 @@ def make_trainer(
     devices: Sequence[Any] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     kind: type[T] = Trainer,
+    base: PackedBase | None = None,
 ) -> T:
     """Build the trainer of a run from its configuration, whose layout and vocabulary size must be resolved.
 
@@ -150,6 +153,7 @@ def make_trainer(
       devices: devices to build the mesh of; default: all.
       mesh: mesh to use instead. With an `AbstractMesh` the trainer can be described, but cannot run.
       kind: class of the trainer.
+      base: weights that stay packed beside the adapters; `load_companion` loads them.
     """
     if config.precision.kv_cache != "none" and config.parallel.pipeline > 1:
         raise ConfigError(
@@ -182,8 +186,9 @@ def make_trainer(
         optimizer = FolderWorker(config.local_sgd, optimizer)
     elif config.parallel.workers > 1:
         optimizer = Workers(config.local_sgd, optimizer)
+    views = () if base is None else (base,)
     return kind(
-        compress_in_training(make, config.compression.rules),
+        with_views(compress_in_training(make, config.compression.rules), views),
         loss,
         data,
         optimizer=optimizer,

@@ -14,6 +14,7 @@ from jaxstack.checkpoint.directory import link_checkpoint
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.during_training import check_start, describe_compression
 from jaxstack.config.loader import dump_yaml, load_yaml
+from jaxstack.cost_model.packed_base import find_packed_base, packed_weights
 from jaxstack.cost_model.roofline import describe_roofline, find_peak
 from jaxstack.cost_model.search import describe_degrees
 from jaxstack.data.batch_ramp import BatchSizes
@@ -34,6 +35,7 @@ from jaxstack.models import (
     model_flops_per_token,
 )
 from jaxstack.models.low_precision import describe_fp8
+from jaxstack.module_arrays.packed_base import PackedBase
 from jaxstack.observe.number_format import plural
 from jaxstack.preference import LOSSES
 from jaxstack.run.build import companions, make_trainer, resolve_model
@@ -41,6 +43,7 @@ from jaxstack.run.evaluate import TrainingTasks
 from jaxstack.run.join import join_job
 from jaxstack.run.load import load_companions, start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
+from jaxstack.run.packed_base import keep_packed_base, load_packed_base, packed_view
 from jaxstack.run.reference import add_references
 from jaxstack.run.setting import Setting, forecast_here
 from jaxstack.run.verify_layout import verify_layout
@@ -106,9 +109,9 @@ class Task:
             mismatched=config.preference.method.mismatched,
         )
 
-    def make_trainer(self, config: RunConfig, data: Any) -> Trainer:
-        """Make the trainer of a run whose layout and vocabulary are known."""
-        return make_trainer(config, data)
+    def make_trainer(self, config: RunConfig, data: Any, base: PackedBase | None) -> Trainer:
+        """Make the trainer of a run whose layout and vocabulary are known, and whose base may stay packed."""
+        return make_trainer(config, data, base=base)
 
     def settings(self, config: RunConfig, data: Any) -> dict[str, Any]:
         """Return further fields of `LoopSettings`."""
@@ -187,11 +190,15 @@ def train(
         if config.resilience.verify_layout:
             verify_layout(config, say)
         with doing("tracing the model"):
-            trainer = task.make_trainer(config, data)
+            base = find_packed_base(config, say)
+            view = packed_view(packed_weights(base))
+            trainer = task.make_trainer(config, data, view)
         if warning := check_memory(trainer):
             say(f"warning: {warning}")
         flops = _describe(config, data, trainer, say)
         load_companions(config, trainer, say)
+        if base is not None and view is not None:
+            load_packed_base(base, trainer, say)
         tasks = TrainingTasks(config, trainer, data.tokenizer)
         settings = LoopSettings(
             checkpoint=config.checkpoint,
@@ -201,7 +208,7 @@ def train(
             planned=_planned(config),
             settings=config.model_dump(mode="json", by_alias=True),
             run_tasks=tasks.run,
-            on_start=lambda: _write_run_files(config, data, keep=bool(setting.change)),
+            on_start=lambda: _write_run_files(config, data, base if view else None, keep=bool(setting.change)),
             on_new_run=lambda: _start_from(config, trainer, say),
             say=say,
         )
@@ -270,12 +277,13 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
         trainer.start_from(params)
 
 
-def _write_run_files(config: RunConfig, data: Any, *, keep: bool) -> None:
+def _write_run_files(config: RunConfig, data: Any, base: Path | None, *, keep: bool) -> None:
     """Write the configuration and the tokenizer into the run directory.
 
     Args:
       config: the configuration, with its layout.
       data: what has the tokenizer.
+      base: directory of the compressed model whose weights stay packed, which is linked into the run directory.
       keep: keep a configuration that is there, which has the layout of all processes.
     """
     directory = config.directory
@@ -284,6 +292,8 @@ def _write_run_files(config: RunConfig, data: Any, *, keep: bool) -> None:
         if not (keep and (directory / "config.yaml").exists()):
             write_file(directory / "config.yaml", dump_yaml(config).encode())
         data.tokenizer.save(directory / "tokenizer")
+        if base is not None:
+            keep_packed_base(base, directory)
         if config.run.init_from is not None and (source := StoredModel.find(Path(config.run.init_from))) is not None:
             copy_stop_tokens(source, directory)
     except OSError as error:

@@ -1,7 +1,7 @@
 """A run directory as a stored model: with training checkpoints, or with weights that `jaxstack.compress` wrote."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +43,8 @@ from jaxstack.stored.model import (
 from pallas_kernels import PackedWeight
 
 CONFIG = "config.yaml"
+PACKED_BASE = "base"
+"""Folder of a run with the compressed model whose weights stayed packed beside the adapters that the run trains."""
 C = TypeVar("C", bound=Component)
 
 
@@ -240,7 +242,7 @@ class TrainingRun(RunDirectory):
         def stored(path: str) -> np.ndarray:
             leaf = get(module.abstract_params, path)
             wanted = {"params": nest([(path, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), leaf))])}
-            found = get(self.checkpoints.restore(chosen, wanted, subset=True)[0]["params"], path)
+            found = get(self._restore(chosen, wanted)["params"], path)
             if path not in rules:
                 return found
             rule, weight = rules[path]
@@ -271,10 +273,34 @@ class TrainingRun(RunDirectory):
             return state
         return module.merge_adapters(*module.split_adapters(state), module.init(jax.random.key(0))[1])
 
+    @functools.cached_property
+    def packed_base(self) -> frozenset[str]:
+        """Paths of the weights that stayed packed while adapters beside them were trained, see `PACKED_BASE`."""
+        folder = self.directory / PACKED_BASE
+        described = compressed.describe_compressed(folder) if compressed.is_compressed(folder) else {}
+        return frozenset(base_weights(described))
+
     def _restore(self, step: int, wanted: Params) -> Params:
-        tree, extra = self.checkpoints.restore(step, wanted, subset=True)
+        flat = flatten(wanted["params"])
+        packed = {path: flat.pop(path) for path in list(flat) if "/".join(path) in self.packed_base}
+        tree, extra = self.checkpoints.restore(step, {**wanted, "params": nest(flat.items())}, subset=True)
         check_tokenizer(self.tokenizer_folder, step, extra)
+        if packed:
+            names = {"/".join(path) for path in packed}
+            base = compressed.read_compressed(self.directory / PACKED_BASE, wanted=names.__contains__)[0]
+            read = {path: _like(get(base, "/".join(path)).dense(leaf.dtype), leaf) for path, leaf in packed.items()}
+            tree["params"] = nest((flatten(tree["params"]) | read).items())
         return tree
+
+
+def base_weights(weights: Mapping[str, PackedWeight]) -> dict[str, PackedWeight]:
+    """Return those of a compressed model's weights that stay packed beside adapters: of dense layers and experts."""
+    return {path: x for path, x in weights.items() if path.startswith("decoder/") and path.endswith("/kernel")}
+
+
+def _like(value: jax.Array, wanted: jax.ShapeDtypeStruct | np.ndarray) -> jax.Array | np.ndarray:
+    """Return an array in host memory or sharded, as `wanted` is."""
+    return np.asarray(value) if isinstance(wanted, np.ndarray) else jax.device_put(value, wanted.sharding)
 
 
 def _is_unusual(layer: Adaptable) -> bool:
@@ -338,7 +364,10 @@ class CompressedRun(RunDirectory):
         if form == "packed" and same_stacking(self.model, target):
             specs = {path: sharding.spec for path, sharding in compressed.named_leaves(layout).items()}
             return self._read_packed(specs.__getitem__, jax.tree.leaves(layout)[0].mesh)
-        leaves = compressed.named_leaves(compressed.read_compressed(self.directory)[0])
+        names = compressed.named_leaves(wanted)
+        every = not same_stacking(self.model, target)
+        found = compressed.read_compressed(self.directory, wanted=lambda path: every or path in names)[0]
+        leaves = compressed.named_leaves(found)
         dense = nest((path, compressed.dense_parameter(path, leaf)) for path, leaf in leaves.items())
         converted = convert(dense, wanted, self.model, target)
         return jax.tree.map(jax.device_put, converted, layout)

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.weight_only.rounding_grid import Grid
@@ -162,13 +163,17 @@ class Float8Format(Format):
         return {"q": arrays["q"][ids], "scales": arrays["scales"][ids if self.rows is None else ids // self.rows]}
 
 
+FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""Values of FP4 (E2M1) by their code."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LookupFormat(Format):
-    """Indices into a table of 2^bits values: w = codebook[index], or codebook[index] * 2^exponent.
+    """Indices into a table of 2^bits values: w = codebook[index], times 2^exponent or a scale where there are any.
 
     Arrays: `indices` uint4 or uint8 [out, in]; `codebook` float [tables, 2^bits], where each of the tables serves
     out / tables consecutive rows; `exponents` int8 [out, groups] if groups of inputs have a power of two, as in MXFP4,
-    whose table has the values of FP4.
+    whose table has `FP4_VALUES`; `scales` float [out, groups] if they have a factor, as in NF4.
 
     Attributes:
       bits: bits of an index, 1 to 8.
@@ -183,16 +188,17 @@ class LookupFormat(Format):
 
     @property
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
-        return {"indices": ("out", "in"), "codebook": (None, None), "exponents": ("out", "in")}
+        groups = ("out", "in")
+        return {"indices": ("out", "in"), "codebook": (None, None), "exponents": groups, "scales": groups}
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         indices = arrays["indices"].astype(jnp.int32)
         codebook = arrays["codebook"].astype(jnp.float32)
         rows = indices.reshape(codebook.shape[0], -1)
         values = jnp.take_along_axis(codebook, rows, axis=1).reshape(indices.shape)
-        if "exponents" not in arrays:
+        if "exponents" not in arrays and "scales" not in arrays:
             return values
-        scales = powers_of_two(arrays["exponents"])
+        scales = arrays["scales"] if "scales" in arrays else powers_of_two(arrays["exponents"])
         return values * jnp.repeat(scales, indices.shape[1] // scales.shape[1], axis=1)
 
     def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:

@@ -210,9 +210,28 @@ def pack_float8(q: Float[Array, "out in"], scales: Float[Array, "out groups"]) -
     return _pack(Float8Format(), {"q": q.astype(jnp.float8_e4m3fn), "scales": scales}, q.shape)
 
 
-def pack_lookup(bits: int, indices: Int[Array, "out in"], codebook: Float[Array, "tables entries"]) -> PackedWeight:
-    """Pack indices and their codebook [tables, 2^bits] as a weight; each table serves out / tables consecutive rows."""
+def pack_lookup(
+    bits: int,
+    indices: Int[Array, "out in"],
+    codebook: Float[Array, "tables entries"],
+    *,
+    exponents: Int[Array, "out groups"] | None = None,
+    scales: Float[Array, "out groups"] | None = None,
+) -> PackedWeight:
+    """Pack indices and their codebook [tables, 2^bits] as a weight; each table serves out / tables consecutive rows.
+
+    Args:
+      bits: bits of an index.
+      indices: the indices.
+      codebook: the tables.
+      exponents: of the powers of two that groups of inputs are multiplied by; None: there are none.
+      scales: factors of groups of inputs; None: there are none.
+    """
     arrays = {"indices": indices.astype(index_dtype(bits)), "codebook": codebook}
+    if exponents is not None:
+        arrays["exponents"] = exponents.astype(jnp.int8)
+    if scales is not None:
+        arrays["scales"] = scales
     return _pack(LookupFormat(bits), arrays, indices.shape)
 
 

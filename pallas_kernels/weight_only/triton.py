@@ -399,6 +399,8 @@ def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
     if outputs % 16 or inputs % least:
         return f"needs outputs that are a multiple of 16 and inputs of {least}; got {outputs} and {inputs}"
     if isinstance(weight.format, LookupFormat):
+        if "scales" in weight.arrays:
+            return "multiplies values of tables by powers of two only; the weight has scales (NF4)"
         together = outputs // weight.arrays["codebook"].shape[-2]
         exponents = weight.arrays.get("exponents")
         if exponents is not None and (inputs % exponents.shape[-1] or inputs // exponents.shape[-1] % 2):

@@ -30,6 +30,7 @@ from jaxstack.models.huggingface.tensors import explicit_slices
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
 from pallas_kernels.weight_only.formats import (
+    FP4_VALUES,
     BlockFloatFormat,
     Float8Format,
     IntegerFormat,
@@ -52,8 +53,6 @@ _PARTS = (
     "weight_g_idx",
     "weight",
 )
-_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""Values of FP4 (E2M1) by their code."""
 _IGNORED = r".*\.(input_scale|input_zero_point|output_scale|output_zero_point|[kvq]_scale|[kvq]_zero_point)"
 """Regular expression of tensors with fixed scales of activations and the cache, which are not used here."""
 
@@ -265,7 +264,7 @@ class Mxfp4Experts:
         groups = slice(inputs.start // 32, -(-inputs.stop // 32))
         codes = np.asarray(self._blocks[experts, outputs, groups])
         exponents = np.asarray(self._scales[experts, outputs, groups]).astype(np.int32) - 127
-        values = np.stack([_FP4[codes & 15], _FP4[codes >> 4]], axis=-1).reshape(*exponents.shape, 32)
+        values = np.stack([FP4_VALUES[codes & 15], FP4_VALUES[codes >> 4]], axis=-1).reshape(*exponents.shape, 32)
         values = np.ldexp(values, exponents[..., None]).reshape(*exponents.shape[:2], -1)
         start = inputs.start - 32 * groups.start
         return values[..., start : start + inputs.stop - inputs.start].swapaxes(1, 2)
@@ -283,7 +282,7 @@ class Mxfp4Experts:
         indices = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*scales.shape[:2], inputs)
         arrays: dict[str, Any] = {
             "indices": indices.astype(index_dtype(4)),
-            "codebook": np.broadcast_to(_FP4, (experts, 1, 16)),
+            "codebook": np.broadcast_to(FP4_VALUES, (experts, 1, 16)),
             "exponents": (scales.astype(np.int16) - 127).astype(np.int8),
         }
         return PackedWeight(arrays, LookupFormat(4), (inputs,), (scales.shape[1],), (experts,))
@@ -361,7 +360,7 @@ def _is_mxfp4(weight: PackedWeight) -> bool:
     exponents = weight.arrays.get("exponents")
     if weight.format != LookupFormat(4) or exponents is None or 32 * exponents.shape[-1] != weight.inputs[0]:
         return False
-    return bool(weight.stack) and bool(np.array_equal(weight.arrays["codebook"][0], _FP4[None]))
+    return bool(weight.stack) and bool(np.array_equal(weight.arrays["codebook"][0], FP4_VALUES[None]))
 
 
 def store_mxfp4(weights: Sequence[PackedWeight]) -> dict[str, np.ndarray]:

@@ -1,5 +1,6 @@
 """Compressed directories of each shipped recipe hold the model in memory bit for bit, and answer alike."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -12,15 +13,18 @@ from jaxstack.checkpoint.compressed import dense_parameter, named_leaves, read_c
 from jaxstack.compress.after_training import run as compress_run
 from jaxstack.compress.after_training.report import CompressionReport
 from jaxstack.compress.after_training.run import CompressOptions, compress
-from jaxstack.compress.config import RECIPES, load_recipe
+from jaxstack.compress.config import RECIPES, Recipe, load_recipe
+from jaxstack.config.loader import build_component
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.run.convert import export_checkpoint
 from jaxstack.run.evaluate import TextOptions, evaluate
 from jaxstack.run.load import load
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
+from pallas_kernels import PackedWeight
 from tests.compress.after_training.test_run import make_run
 from tests.stored.decoders import decoder_of
+from tests.word_models import make_word_model
 
 GREEDY = Sampling(temperature=0)
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -92,3 +96,22 @@ def assert_same_bits(x: jax.Array, y: jax.Array) -> None:
     assert x.dtype == y.dtype
     wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
     np.testing.assert_array_equal(x.astype(wide), y.astype(wide))
+
+
+@pytest.mark.longer
+def test_experts_rounded_to_mxfp4_are_exported_as_files_of_gpt_oss(tmp_path):
+    """The export holds every bit: read again, its weights stay packed and are those that were written."""
+    source = make_word_model("gpt-oss", tmp_path / "source")
+    rules = {"layers": [{"path": "mlp/(gate|up|down)_proj", "method": "mxfp4"}]}
+    compress(source, build_component(Recipe, rules, "recipe"), tmp_path / "packed", CompressOptions(layer_tokens=0))
+    export_checkpoint(tmp_path / "packed", tmp_path / "export", format="mxfp4")
+    quantization = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
+    assert quantization["quant_method"] == "mxfp4"
+    written, read = (
+        {path: x for path, x in named_leaves(load(tmp_path / name).parameters).items() if isinstance(x, PackedWeight)}
+        for name in ("packed", "export")
+    )
+    assert written.keys() == read.keys() and len(written) == 3 * load(source).config.model.num_layers
+    for path, weight in written.items():
+        for name, array in weight.arrays.items():
+            np.testing.assert_array_equal(np.asarray(array), np.asarray(read[path].arrays[name]), err_msg=path)
