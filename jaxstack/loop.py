@@ -42,6 +42,8 @@ from jaxstack.training import Training
 
 _LONG_RUN_SECONDS = 3600
 """Length of a run from which on advice on the interval between saves is worth a line."""
+_FIRST_STEPS = 5
+"""Number of steps after which a run is known to work."""
 _IN_FLIGHT = 2
 """Maximum number of steps on the devices: one runs while the next is queued."""
 _DECIDING = (
@@ -87,6 +89,8 @@ class LoopSettings:
     """Called on the first process after the checkpoint was restored: the run is known to fit what is there."""
     on_new_run: Callable[[], None] | None = None
     """Called if there is no checkpoint: the trainer may be given parameters to start from."""
+    after_first_steps: Callable[[Mapping[str, jax.ShapeDtypeStruct]], None] | None = None
+    """Called with the shapes of a batch when some steps are done, so that the run is known to work."""
     say: Callable[[str], None] | None = None
     """Reports messages before the progress display is up; None: print."""
 
@@ -203,7 +207,7 @@ class Loop:
         """Compile the train step, and write to the run's log what it will run (kernels, sharding, FLOPs)."""
         trainer = self.trainer
         self.signs.note("compile", step=start)
-        abstract = trainer.peek_batch(start)
+        abstract = self.abstract_batch = trainer.peek_batch(start)
         self.items_per_row = items_in_batch(abstract) // self.trainer.batch_sizes.full
         began = time.perf_counter()
         with doing("compiling the step"):
@@ -260,6 +264,8 @@ class Loop:
                 profiler.finish_step(step, metrics)
                 self.done = step
                 pending.append((step, metrics, waited))
+                if step == start + _FIRST_STEPS and self.settings.after_first_steps is not None:
+                    self.settings.after_first_steps(self.abstract_batch)
                 whole = step % self.trainer.steps_together == 0
                 due = manager is not None and (self.save_postponed or manager.should_save(step, train.steps))
                 saving = due and whole

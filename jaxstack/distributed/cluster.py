@@ -16,6 +16,8 @@ COUNT = "JAX_NUM_PROCESSES"
 INDEX = "JAX_PROCESS_ID"
 FULL_COUNT = "JAXSTACK_FULL_PROCESSES"
 """Number of processes that the configuration's layout is for, if the run may go on with fewer."""
+FEWER_COUNT = "JAXSTACK_FEWER_PROCESSES"
+"""Number of processes with which the run would go on after the loss of a node, if it may."""
 LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 INSECURE = "JAXSTACK_INSECURE"
@@ -111,6 +113,16 @@ def full_count(count: int, environ: Mapping[str, str] | None = None) -> int:
       environ: environment variables; default: `os.environ`.
     """
     return _number(os.environ if environ is None else environ, FULL_COUNT, count)
+
+
+def fewer_count(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return the number of processes with which the run would go on after the loss of a node; None if it would not.
+
+    Args:
+      environ: environment variables; default: `os.environ`.
+    """
+    environ = os.environ if environ is None else environ
+    return _number(environ, FEWER_COUNT) if FEWER_COUNT in environ else None
 
 
 def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:

@@ -17,6 +17,7 @@ from jaxstack.checkpoint import memory_folder
 from jaxstack.distributed.cluster import (
     COORDINATOR,
     COUNT,
+    FEWER_COUNT,
     FULL_COUNT,
     INDEX,
     LOCAL_DEVICES,
@@ -226,6 +227,8 @@ class Supervisor:
             shared[memory_folder.VARIABLE] = str(self._memory)
         if job.rendezvous is not None:
             shared |= {FULL_COUNT: str(job.processes * job.nodes.count)}
+        if job.rendezvous is not None and nodes.count > job.fewest_nodes:
+            shared |= {FEWER_COUNT: str(job.processes * (nodes.count - 1))}
         # A single process is told its place too: otherwise it would take that of its task from Slurm's variables.
         shared |= {COORDINATOR: nodes.coordinator or f"127.0.0.1:{free_port()}", COUNT: str(total)}
         gpus = count_gpus() if job.processes > 1 else 0

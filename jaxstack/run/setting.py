@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxstack.config.sections import TrainConfig
 from jaxstack.cost_model.cluster import Cluster, cluster_of_devices, parse_cluster, resized
 from jaxstack.cost_model.forecast import Forecast, forecast
 from jaxstack.cost_model.search import search_layouts
-from jaxstack.distributed.cluster import full_count
+from jaxstack.distributed.cluster import fewer_count, full_count
 from jaxstack.distributed.device_setup import DEVICE_FRACTION, cache_compilations, memory_per_device, start_devices
 from jaxstack.distributed.xla_options import low_precision_cpu_options, supports_peer_copies
 from jaxstack.errors import ConfigError
@@ -61,7 +61,7 @@ class Setting:
         if purpose == "train":
             if jax.process_count() > 1:
                 check_same_devices(config.resilience.connect_seconds)
-            config, change = _present_layout(config, devices)
+            config, change = _present_layout(config, devices, jax.process_count())
         elif purpose == "evaluate":
             config = with_evaluation_layout(config, devices, chosen=chosen)
         else:
@@ -149,9 +149,34 @@ def with_training_layout(config: RunConfig, devices: int, cluster: Cluster | Non
     return resolved
 
 
-def _present_layout(config: RunConfig, devices: int) -> tuple[RunConfig, str]:
-    """Return the configuration with the layout of the present devices, and how it differs from that of all of them."""
-    count = jax.process_count()
+def after_loss(config: RunConfig) -> tuple[RunConfig, list[Any], str] | None:
+    """Return what a run would go on with after the loss of its last node; None if it would not go on.
+
+    Args:
+      config: configuration of the run as given, whose layout is for all nodes; its vocabulary must be set.
+
+    Returns:
+      Configuration with the smaller layout, its devices, and how the layout differs from that of all devices.
+
+    Raises:
+      ConfigError: the devices that are left do not fit the layout.
+    """
+    count = fewer_count()
+    if count is None:
+        return None
+    devices = jax.devices()[: jax.device_count() // jax.process_count() * count]
+    smaller, change = _present_layout(config, len(devices), count)
+    return smaller, devices, change
+
+
+def _present_layout(config: RunConfig, devices: int, count: int) -> tuple[RunConfig, str]:
+    """Return the configuration with the layout of `count` processes, and how it differs from that of all of them.
+
+    Args:
+      config: its layout is for all processes.
+      devices: number of devices of these processes.
+      count: number of processes.
+    """
     full = full_count(count)
     if full == count or config.parallel.auto:
         return with_training_layout(config, devices), ""

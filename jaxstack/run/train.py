@@ -39,6 +39,7 @@ from jaxstack.module_arrays.packed_base import PackedBase
 from jaxstack.observe.number_format import plural
 from jaxstack.preference import LOSSES
 from jaxstack.run.build import companions, make_trainer, resolve_model
+from jaxstack.run.compile_ahead import CompileAhead
 from jaxstack.run.evaluate import TrainingTasks
 from jaxstack.run.join import join_job
 from jaxstack.run.load import load_companions, start_parameters
@@ -165,6 +166,7 @@ def train(
     task.check(config)
     warnings = join_job(dump_yaml(config), config.resilience)
     automatic = config.parallel.auto
+    asked = config
     setting = Setting.of(config, "train")
     config = setting.config
     first = jax.process_index() == 0
@@ -181,7 +183,8 @@ def train(
     check_state_size(config)
     branch(config, say)
     _note_many_layers(config, say)
-    with contextlib.closing(task):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(task))
         with doing("reading the data"):
             data = task.open(config, say)
         config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
@@ -200,6 +203,10 @@ def train(
         if base is not None and view is not None:
             load_packed_base(base, trainer, say)
         tasks = TrainingTasks(config, trainer, data.tokenizer)
+        ahead = None
+        if config.resilience.compile_ahead and config.policy.loss is None:  # whose step is another trainer's
+            asked = asked.model_copy(update={"model": config.model})
+            ahead = stack.enter_context(contextlib.closing(CompileAhead(asked, data, say)))
         settings = LoopSettings(
             checkpoint=config.checkpoint,
             observe=config.observe,
@@ -210,6 +217,7 @@ def train(
             run_tasks=tasks.run,
             on_start=lambda: _write_run_files(config, data, base if view else None, keep=bool(setting.change)),
             on_new_run=lambda: _start_from(config, trainer, say),
+            after_first_steps=None if ahead is None else ahead.start,
             say=say,
         )
         values = trainer.fit(config.directory, dataclasses.replace(settings, **task.settings(config, data)))

@@ -1,5 +1,6 @@
 """Rollouts of two processes, each of which answers its share of the prompts, beside those of one process."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxstack.run.train import train
+from jaxstack.run_config import load_config
 from tests.reinforce.conftest import metrics_of
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
+    "model": [],
     "resampled": ["rollout.resample=2", "policy.loss=dapo"],
     "ahead": ["rollout.stale_steps=1"],
     "carried": ["rollout.carried_prompts=2"],
@@ -33,12 +37,34 @@ def run(folder: Path, name: str, processes: int, *overrides: str) -> list[dict]:
     return metrics_of(folder / name)
 
 
+def trained_reward_model(folder: Path) -> Path:
+    """The run directory of a reward model with the words of the policy."""
+    pairs = [
+        {"prompt": f"what is {'abcdef'[i % 6]}", "chosen": f"it is {'abcde'[i % 5]} yes", "rejected": "no"}
+        for i in range(40)
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    base = json.loads((folder / "grpo.yaml").read_text())
+    config = {key: base[key] for key in ("schedule", "optimizer", "parallel", "observe")} | {
+        "run": {**base["run"], "name": "reward-model"},
+        "data": {"sources": [{"path": str(folder / "pairs.jsonl"), "format": "preference"}],
+                 "chat": {"template": "chatml"}, "held_out_fraction": 0.3, "cache_dir": str(folder / "cache")},
+        "preference": {"loss": "reward_model"},
+        "train": {"steps": 3, "global_batch_size": 8, "sequence_length": 16},
+    }  # fmt: skip
+    (folder / "reward.yaml").write_text(json.dumps(config))
+    return train(load_config(folder / "reward.yaml")).directory
+
+
 @pytest.mark.parametrize(
     "setting", [pytest.param(name, marks=[] if name == "resampled" else pytest.mark.exhaustive) for name in SETTINGS]
 )
 def test_two_processes_train_on_the_answers_of_one(folder, setting):
     """The answers depend on prompts, seeds and weights, not on the process; a carried one on when others end."""
-    one, two = (run(folder, f"{setting}-{count}", count, *SETTINGS[setting]) for count in (1, 2))
+    more = SETTINGS[setting]
+    if setting == "model":  # each process computes the rewards of its answers, on devices of its own
+        more = [f"reward=[{{name: model, path: {trained_reward_model(folder)}}}]"]
+    one, two = (run(folder, f"{setting}-{count}", count, *more) for count in (1, 2))
     assert [row["step"] for row in one] == [row["step"] for row in two] == [0, 1, 2, 3, 3]
     for before, after in zip(one, two, strict=True):
         names = [name for name in before if name.startswith(COMPARED) and not name.endswith("seconds")]

@@ -4,11 +4,12 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from jaxstack.launch.supervisor import free_port
-from tests.reliability.runs import Runs, alive, finish, ranks, read_until
+from tests.reliability.runs import Runs, alive, end, finish, ranks, read_until, waiting
 
 pytestmark = pytest.mark.exhaustive
 HEARTBEAT = 6
@@ -54,6 +55,51 @@ def test_a_node_whose_peer_died_ends_and_comes_back(runs: Runs, record, full):
         "SIGKILL on one of two nodes",
         f"the other node's process ended after {ended:.1f} s (heartbeat {HEARTBEAT} s), "
         f"both in training again after {back:.0f} s",
+    )
+
+
+def test_the_program_for_a_lost_node_is_compiled_ahead(runs: Runs, record):
+    """The start after a loss finds the step in the compilation cache, and compiles none; losses do not change."""
+    name = "ahead"
+    settings = [
+        "train.steps=100000", "train.eval_every_steps=null", "checkpoint.every_steps=10", "checkpoint.keep=3",
+        "model.hidden_size=24", "model.intermediate_size=40", "optimizer.learning_rate=1e-4",
+    ]  # fmt: skip
+    command = runs.train(name, *settings, f"resilience.heartbeat_seconds={HEARTBEAT}", "resilience.compile_ahead=true")
+
+    def steps() -> set[str]:
+        folder = Path(runs.environment["JAX_COMPILATION_CACHE_DIR"])
+        return {path.name for path in folder.glob("jit_train_step-*-cache")}
+
+    def start(rank: int):
+        options = ["--nodes", "1:2", "--node-rank", str(rank), "--coordinator", f"127.0.0.1:{free_port()}"]
+        return runs.launch([*options, "--rendezvous", str(runs.folder / "meet-ahead")], command)
+
+    before = steps()
+    nodes = [start(rank) for rank in (0, 1)]
+    try:
+        said = "".join(read_until(nodes[0], "compiled the step for a lost node"))
+        ahead = re.search(r"for a lost node \((.*)\) in ([\d.]+) s", said)
+        assert ahead is not None and ahead[1] == "data 4 -> 2, train.gradient_accumulation 1 -> 2", said
+        compiled = steps()
+        assert len(compiled - before) == 2, "the step of both layouts"
+        for _ in waiting(nodes[0]):
+            if runs.saved(name):
+                break
+        nodes[1].kill()
+        said = "".join(read_until(nodes[0], "resuming from step", "compiled the step in"))
+        again = re.search(r"compiled the step in ([\d.]+) s", said)
+        assert again is not None and "data 4 -> 2, train.gradient_accumulation 1 -> 2" in said
+        assert steps() == compiled
+        nodes[0].send_signal(signal.SIGTERM)
+        assert finish(nodes[0])[0] == 143
+    finally:
+        for node in nodes:
+            end(node)
+    record(
+        8,
+        "the step for a lost node compiled ahead",
+        f"compiled in {ahead[2]} s beside training; after the loss traced and read from the cache in {again[1]} s",
     )
 
 
