@@ -40,9 +40,11 @@ import numpy as np
 from benchmarks.rows import append_rows, print_table
 from jaxstack.decoding.decode import Params
 from jaxstack.decoding.decoder import Decoder
+from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.rows import Pages
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.step import Programs
+from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError
 from jaxstack.models import Transformer
@@ -96,9 +98,14 @@ class FilledPrograms(Programs):
 
 
 class FilledDecoder(Decoder):
-    """A decoder whose prompts are not computed."""
+    """A decoder whose prompts are not computed: they are there after one step, so that all answers start together."""
 
     make_programs = FilledPrograms
+
+    def _open_engine(self, prompts: int, longest: int, max_tokens: int) -> Engine:
+        engine = super()._open_engine(prompts, longest, max_tokens)
+        engine.scheduler.shapes = (ChunkShape(engine.scheduler.shapes[0].rows, longest),)
+        return engine
 
 
 def make_decoder(config: RunConfig, given: bool, kind: type[Decoder] = Decoder) -> Decoder:
