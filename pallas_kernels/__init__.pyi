@@ -42,6 +42,7 @@ from .pointwise.gated import swiglu as swiglu
 from .pointwise.rotary import apply_rotary as apply_rotary
 from .ssd.api import ssd as ssd
 from .ssd.sharded import ssd_over_shards as ssd_over_shards
+from .state_update.api import update_states as update_states
 from .target import Target as Target
 from .target import current_target as current_target
 from .target import lowering_platform as lowering_platform

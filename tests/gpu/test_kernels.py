@@ -31,6 +31,7 @@ from pallas_kernels import (
     sequence_order,
     ssd,
     swiglu,
+    update_states,
 )
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
 from pallas_kernels.weight_only.formats import Float8Format, LookupFormat
@@ -43,6 +44,7 @@ from tests.pallas_kernels.grouped_gemm import cases as grouped_cases
 from tests.pallas_kernels.grouped_gemm import test_fp8 as fp8_cases
 from tests.pallas_kernels.kv_cache_update import cases as cache_cases
 from tests.pallas_kernels.ssd import cases as ssd_cases
+from tests.pallas_kernels.state_update import cases as update_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -282,6 +284,18 @@ def test_rotate_into_cache_keeps_the_rest_of_a_stack_of_caches():
     assert relative(found[0], wanted[0]) < 0.005
     for one, other in zip(found[1], wanted[1], strict=True):
         assert relative(one, other) < 0.005
+
+
+@pytest.mark.parametrize("name", update_cases.CASES)
+def test_update_states(name):
+    case = update_cases.CASES[name]
+    arguments = {key: None if x is None else jnp.asarray(x) for key, x in case.arguments().items()}
+    states = arguments.pop("states")
+    call = jax.jit(lambda states, others: update_states(states, **others, **case.options()), donate_argnums=0)
+    with record_choices() as choices:
+        found = call(states, arguments)
+    assert [choice.backend for choice in choices] == ["triton"]
+    update_cases.assert_equal(found, case)
 
 
 def lookup_weight(bits, tables=1):

@@ -6,13 +6,45 @@ written back.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxstack.models.layer import CacheSlots, LayerCache, PageGroup, pack_groups
+from jaxstack.models.layer import CacheSlots, LayerCache, pack_groups
 from pallas_kernels.low_bits.encoded import Encoded, Stored, map_stored
+
+
+class SlotRows(NamedTuple):
+    """Rows of a call in a cache with one row for each slot."""
+
+    slots: Int[Array, " R"]
+    seen: Int[Array, " R"]
+    """Tokens that each row has in the cache before this call."""
+    filled: Bool[Array, " R"]
+    """False for a row of padding."""
+
+    def read(self, cache: LayerCache) -> LayerCache:
+        """Return the rows of the slots, zeros (an empty cache) where a sequence has no earlier tokens."""
+
+        def read(x: jax.Array) -> jax.Array:
+            rows = x[self.slots]
+            return jnp.where(self.seen.reshape(-1, *(1,) * (rows.ndim - 1)) > 0, rows, jnp.zeros_like(rows))
+
+        return _map_arrays(read, cache)
+
+    def write(self, cache: LayerCache, rows: LayerCache) -> LayerCache:
+        """Return the cache with the rows of the slots replaced, except those of padding."""
+
+        def write(x: jax.Array, rows: jax.Array) -> jax.Array:
+            return x.at[self.written(len(x))].set(rows.astype(x.dtype), mode="drop")
+
+        return _map_arrays(write, cache, rows)
+
+    def written(self, slots: int) -> Int[Array, " R"]:
+        """Return the slot of each row, `slots` (their number) for padding."""
+        return jnp.where(self.filled, self.slots, slots)
 
 
 def decode_slots(
@@ -20,6 +52,7 @@ def decode_slots(
     packed: Sequence[Float[Array, "1 T ..."]],
     cache: LayerCache,
     slots: CacheSlots,
+    step: Callable[..., tuple[Float[Array, "R 1 ..."], LayerCache]] | None = None,
 ) -> tuple[Float[Array, "1 T ..."], LayerCache]:
     """Add packed tokens of many sequences to their slots' caches; return the tokens' outputs, and the cache.
 
@@ -32,14 +65,19 @@ def decode_slots(
       packed: what each token brings, such as its query, key and value.
       cache: of a token mixer whose shared cache has one row for each slot.
       slots: positions of the tokens, and the sequences that they belong to.
+      step: maps (*arrays of rows [R, 1, ...], the whole cache, their `SlotRows`) to their outputs and the cache, for
+        rows of one token: it need not copy the rows of a large cache. None: `decode` computes them too.
     """
     assert slots.pages is not None
     outputs = []
     for group, (queries, *parts) in slots.pages.split(slots.queries, *packed):
         seen = group.lengths - (queries >= 0).sum(1)
-        rows = _read_rows(cache, group.slots, seen)
-        out, rows = decode(*parts, rows, CacheSlots(queries, seen))
-        cache = cache if group.drafts else _write_rows(cache, rows, group)
+        rows = SlotRows(group.slots, seen, group.lengths > 0)
+        if step is not None and group.width == 1 and not group.drafts:
+            out, cache = step(*parts, cache, rows)
+        else:
+            out, found = decode(*parts, rows.read(cache), CacheSlots(queries, seen))
+            cache = cache if group.drafts else rows.write(cache, found)
         outputs.append(out)
     return pack_groups(outputs), cache
 
@@ -68,25 +106,6 @@ def padding_last(
         return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
     return lengths, [move(x, first) for x in arrays], lambda out: move(out, -first)
-
-
-def _read_rows(cache: LayerCache, slots: Int[Array, " R"], seen: Int[Array, " R"]) -> LayerCache:
-    """Return the rows of the given slots, zeros (an empty cache) where a sequence has no earlier tokens."""
-
-    def read(x: jax.Array) -> jax.Array:
-        rows = x[slots]
-        return jnp.where(seen.reshape(-1, *(1,) * (rows.ndim - 1)) > 0, rows, jnp.zeros_like(rows))
-
-    return _map_arrays(read, cache)
-
-
-def _write_rows(cache: LayerCache, rows: LayerCache, group: PageGroup) -> LayerCache:
-    """Return the cache with the rows of the group's slots replaced, except those of its empty rows."""
-
-    def write(x: jax.Array, rows: jax.Array) -> jax.Array:
-        return x.at[jnp.where(group.lengths > 0, group.slots, x.shape[0])].set(rows.astype(x.dtype), mode="drop")
-
-    return _map_arrays(write, cache, rows)
 
 
 def _map_arrays(function: Callable[..., jax.Array], *caches: LayerCache) -> LayerCache:

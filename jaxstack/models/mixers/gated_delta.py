@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxstack.models.attention.slot_cache import decode_slots, padding_last
+from jaxstack.models.attention.slot_cache import SlotRows, decode_slots, padding_last
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer, step_size_bias
 from jaxstack.models.layer import CacheRoom, CacheSlots, Context, Layer, LayerCache, ParameterCount, SegmentIds
@@ -29,7 +29,7 @@ from jaxstack.models.mixers.short_convolution import ShortConvolution, convolve_
 from jaxstack.models.norm import LayerInput, make_norm
 from jaxstack.models.recurrent import GatedDelta
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
-from pallas_kernels import gated_delta_rule, gated_delta_rule_over_shards, with_whole_sequences
+from pallas_kernels import gated_delta_rule, gated_delta_rule_over_shards, update_states, with_whole_sequences
 
 
 class GatedDeltaCache(NamedTuple):
@@ -114,7 +114,7 @@ class GatedDeltaNet(nnx.Module):
         else:
             # Packed tokens are one row for the recurrence, whatever rows they are for the matmuls.
             packed = [y.reshape(1, -1, *y.shape[2:]) for y in (q, k, v, beta, dt)]
-            out, cache = decode_slots(self._decode, packed, cache, slots)
+            out, cache = decode_slots(self._decode, packed, cache, slots, self._step)
             out = out.reshape(v.shape)
         out = _times_gate(self.norm(out), z, self._gate)
         out = shard(out, "batch", "length", "act_heads", "act_head_dim")
@@ -234,6 +234,33 @@ class GatedDeltaNet(nnx.Module):
         (q, k, v), tails = convolve_and_keep(convolutions, (q, k, v), cache[1:], lengths)
         out, state = gated_delta_rule(_of_length_1(q), _of_length_1(k), v, decay, beta, state=cache.state)
         return restore(out), GatedDeltaCache(state, *tails)
+
+    def _step(
+        self,
+        q: Float[Array, "R 1 K H"],
+        k: Float[Array, "R 1 K H"],
+        v: Float[Array, "R 1 N V"],
+        beta: Float[Array, "R 1 N"],
+        dt: Float[Array, "R 1 N *channels"],
+        cache: GatedDeltaCache,
+        rows: SlotRows,
+    ) -> tuple[Float[Array, "R 1 N V"], GatedDeltaCache]:
+        """Add a token to each row of the slots' cache; return their outputs before the norm, and the cache."""
+        convolutions = self.q_conv, self.k_conv, self.v_conv
+        tails = rows.read(cache[1:])
+        (q, k, v), tails = convolve_and_keep(convolutions, (q, k, v), tails, rows.filled.astype(jnp.int32))
+        decay, beta = self._gates(dt, beta, self.a_log[...], self.dt_bias[...])
+        out, state = update_states(
+            cache.state,
+            rows.written(len(cache.state)),
+            _of_length_1(q)[:, 0].astype(jnp.float32) * q.shape[-1] ** -0.5,
+            _of_length_1(k)[:, 0],
+            v[:, 0],
+            decay[:, 0],
+            beta[:, 0],
+            begins=rows.seen == 0,
+        )
+        return out[:, None], GatedDeltaCache(state, *rows.write(cache[1:], tuple(tails)))
 
     def make_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike) -> GatedDeltaCache:
         """Create an empty cache for each of `batch` rows, whatever their length."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxstack.models.attention.slot_cache import decode_slots, padding_last
+from jaxstack.models.attention.slot_cache import SlotRows, decode_slots, padding_last
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer, step_size_bias
 from jaxstack.models.layer import CacheRoom, CacheSlots, Context, Layer, LayerCache, ParameterCount, SegmentIds
@@ -26,7 +26,7 @@ from jaxstack.models.norm import LayerInput
 from jaxstack.models.recurrent import StateSpace
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
 from jaxstack.parallel.rules import KEEP_FLOAT32
-from pallas_kernels import ssd, ssd_over_shards, with_whole_sequences
+from pallas_kernels import ssd, ssd_over_shards, update_states, with_whole_sequences
 
 
 class StateSpaceCache(NamedTuple):
@@ -102,7 +102,7 @@ class StateSpaceLayer(nnx.Module):
         else:
             # Packed tokens are one row for the recurrence, whatever rows they are for the matmuls.
             packed = [y.reshape(1, -1, *y.shape[2:]) for y in (x, b, c, dt)]
-            y, cache = decode_slots(self._decode, packed, cache, slots)
+            y, cache = decode_slots(self._decode, packed, cache, slots, self._step)
             y = y.reshape(x.shape)
         y = self.norm(y, z)
         y = shard(y, "batch", "length", "act_heads", "act_head_dim")
@@ -202,6 +202,33 @@ class StateSpaceLayer(nnx.Module):
         (x, b, c), tails = convolve_and_keep(convolutions, (x, b, c), cache[1:], lengths)
         y, state = ssd(x, dt, -jnp.exp(self.a_log[...]), b, c, state=cache.state)
         return restore(_add_skip(y, x, self.skip[...])), StateSpaceCache(state, *tails)
+
+    def _step(
+        self,
+        x: Float[Array, "R 1 N P"],
+        b: Float[Array, "R 1 G S"],
+        c: Float[Array, "R 1 G S"],
+        dt: Float[Array, "R 1 N"],
+        cache: StateSpaceCache,
+        rows: SlotRows,
+    ) -> tuple[Float[Array, "R 1 N P"], StateSpaceCache]:
+        """Add a token to each row of the slots' cache; return their outputs before the gate, and the cache."""
+        convolutions = self.x_conv, self.b_conv, self.c_conv
+        tails = rows.read(cache[1:])
+        (x, b, c), tails = convolve_and_keep(convolutions, (x, b, c), tails, rows.filled.astype(jnp.int32))
+        dt = self._step_sizes(dt, self.dt_bias[...])[:, 0].astype(jnp.float32)
+        y, state = update_states(
+            cache.state,
+            rows.written(len(cache.state)),
+            c[:, 0],
+            b[:, 0],
+            x[:, 0].astype(jnp.float32) * dt[..., None],
+            -dt * jnp.exp(self.a_log[...]),
+            begins=rows.seen == 0,
+            key_axis=3,
+        )
+        y = y[:, None].astype(x.dtype)
+        return _add_skip(y, x, self.skip[...]), StateSpaceCache(state, *rows.write(cache[1:], tuple(tails)))
 
     def make_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike) -> StateSpaceCache:
         """Create an empty cache for each of `batch` rows, whatever their length."""
