@@ -38,10 +38,17 @@ def test_success_and_the_place_of_each_process():
     assert process.returncode == 0 and "0 2" in out and "[1] 1 2" in out
 
 
+PLACE = "from jaxstack.distributed.cluster import find_place; print('place', find_place())"
+STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n[0-1]"}
+
+
+def test_a_single_process_does_not_take_its_place_from_slurm():
+    assert "place None" in launch(program=PLACE, **STEP).communicate(timeout=60)[0]
+
+
+@pytest.mark.exhaustive
 def test_a_process_that_is_left_of_several_does_not_take_its_place_from_slurm(tmp_path):
-    """The step still has two tasks after one of its nodes is lost."""
-    program = "from jaxstack.distributed.cluster import find_place; print('place', find_place())"
-    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1", "SLURM_PROCID": "1"}
+    """The step still has two tasks after one of its nodes is lost; the launcher waits a minute for the other node."""
     options = [
         "--nodes",
         "1:2",
@@ -52,10 +59,8 @@ def test_a_process_that_is_left_of_several_does_not_take_its_place_from_slurm(tm
         "--rendezvous",
         str(tmp_path / "m"),
     ]
-    node = launch(*options, program=program, **step, SLURM_STEP_NODELIST="n[0-1]")
-    alone = launch(program=program, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0", SLURM_STEP_NODELIST="n[0-1]")
-    assert "place None" in alone.communicate(timeout=60)[0]
-    assert "place None" in node.communicate(timeout=120)[0]  # it waits a minute for the other node
+    node = launch(*options, program=PLACE, **STEP, SLURM_STEP_NUM_NODES="2", SLURM_NODEID="1")
+    assert "place None" in node.communicate(timeout=120)[0]
 
 
 @pytest.mark.parametrize(
