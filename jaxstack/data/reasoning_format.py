@@ -39,6 +39,11 @@ class ReasoningFormat:
     turn: str = ""
     plain: str = ""
 
+    @property
+    def preamble(self) -> str:
+        """Text before what an answer says ahead of its calls, a message of gpt-oss in `commentary`; "": it has none."""
+        return self.opening.replace("analysis", "commentary") if self.turn and "analysis" in self.opening else ""
+
     def opens(self, prompt: str) -> bool:
         """Return True if a prompt ends with the opening, so that an answer begins with reasoning."""
         return prompt.rstrip().endswith(self.opening)

@@ -15,6 +15,8 @@ class ReasoningReader:
     def __init__(self, form: ReasoningFormat, *, begun: bool = False):
         self._form = form
         self._held = ""
+        self._goes_on = False
+        """True: the answer is a message after which another one follows."""
         self._fresh = True
         """True: white space that comes next is dropped."""
         self.answers = False
@@ -31,14 +33,18 @@ class ReasoningReader:
         """Add generated text; return what is certainly reasoning, and what is certainly the answer."""
         self._held += text
         reasoning = ""
-        if not self.reasons and not self.answers:
-            self._begin()
-        while self.reasons:
-            reasoning += self._take_reasoning()
+        answer = ""
+        while True:
+            if not self.reasons and not self.answers:
+                self._begin()
             if self.reasons:
-                return reasoning, ""
-            self._begin()
-        return reasoning, self._take(len(self._held)) if self.answers else ""
+                reasoning += self._take_message()
+            elif self.answers and self._goes_on:
+                answer += self._take_message()
+            else:
+                return reasoning, answer + (self._take(len(self._held)) if self.answers else "")
+            if self.reasons or self.answers:
+                return reasoning, answer
 
     def finish(self) -> tuple[str, str]:
         """Return the rest of the reasoning, and that of the answer, at the end of the text."""
@@ -51,7 +57,7 @@ class ReasoningReader:
         text = self._held.lstrip()
         turns = bool(form.turn) and text.startswith(form.turn)
         first = text.removeprefix(form.turn).lstrip() if turns else text
-        openings = [opening for opening in (form.opening, form.plain) if opening]
+        openings = [opening for opening in (form.opening, form.plain, form.preamble) if opening]
         found = next((opening for opening in openings if first.startswith(opening)), None)
         if found is None and any(start.startswith(first) for start in (*openings, "" if turns else form.turn)):
             return
@@ -59,14 +65,17 @@ class ReasoningReader:
         self._fresh = found is not None
         self.reasons = found == form.opening
         self.answers = not self.reasons
+        self._goes_on = bool(found) and found == form.preamble
 
-    def _take_reasoning(self) -> str:
+    def _take_message(self) -> str:
+        """Return what is certainly part of the message that has begun, and note where it ends."""
         place = self._held.find(self._form.closing)
         end = place if place >= 0 else len(self._held) - overlap(self._held, self._form.closing)
         piece = self._take(len(self._held[:end].rstrip()))
         if place >= 0:
             self._held = self._held.lstrip().removeprefix(self._form.closing)
             self.reasons = False
+            self.answers = False
         return piece
 
     def _take(self, end: int) -> str:

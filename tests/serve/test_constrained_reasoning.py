@@ -11,6 +11,7 @@ from jaxstack.data.reasoning_format import ReasoningFormat
 from jaxstack.decoding.engine import Engine
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.constrained_reasoning import AfterReasoning
+from jaxstack.serve.reasoning import ReasoningReader
 from jaxstack.serve.tools import ToolReader, Tools
 from tests.serve.test_http import CITY, SCHEMA, TOOL, ask, listen
 from tests.serve.test_reasoning import CHANNELS, SPECIAL, TEMPLATES
@@ -134,7 +135,13 @@ def test_calls_of_gpt_oss_are_read_as_the_model_writes_them(tokenizer):
             assert (said + rest).strip() == "" and len(calls) == 1, call
             assert calls[0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
     reader = ToolReader(Tools([TOOL]), form)
-    assert (
-        reader.push("It is <|channel|>commentary, and to=x") + reader.finish()[0]
-        == "It is <|channel|>commentary, and to=x"
-    )
+    plain = "It is <|channel|>commentary, and to=x"
+    assert reader.push(plain) + reader.finish()[0] == plain
+    start = "<|start|>assistant"
+    whole = f"<|channel|>analysis<|message|>hm<|end|>{start}<|channel|>commentary<|message|>I look.<|end|>{start}{CALL}"
+    for size in (1, 7, 500):
+        reasons = ReasoningReader(CHANNELS)
+        reader = ToolReader(Tools([TOOL]), form)
+        parts = [*(reasons.push(whole[at : at + size]) for at in range(0, len(whole), size)), reasons.finish()]
+        said = "".join(reader.push(text) for _, text in parts)
+        assert ("".join(thought for thought, _ in parts), said) == ("hm", "I look.") and len(reader.finish()[1]) == 1
