@@ -10,7 +10,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jaxstack.models.moe.router import ROUTER, RouterSums
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import with_local_batch
 from pallas_kernels import linear_cross_entropy, linear_cross_entropy_sum
+from pallas_kernels.batch_invariant.cross_entropy import invariant_cross_entropy
+from pallas_kernels.batch_invariant.mode import is_batch_invariant
 
 IGNORE = -100
 """Label of a position that does not count."""
@@ -225,7 +227,9 @@ def vocabulary_loss(model: Transformer, hidden: jax.Array, labels: jax.Array, z_
     return jnp.sum(with_local_batch(loss_of_rows, stored, model.dtype, hidden, labels, as_stored=True))
 
 
-def token_losses(model: Transformer, hidden: jax.Array, labels: jax.Array, most: int | None = None) -> jax.Array:
+def token_losses(
+    model: Transformer, hidden: jax.Array, labels: jax.Array, most: int | None = None, temperature: float = 1.0
+) -> jax.Array:
     """Compute the cross-entropy of each token, [B, T] float32, 0 where the label is -100, from hidden states.
 
     Args:
@@ -234,18 +238,23 @@ def token_losses(model: Transformer, hidden: jax.Array, labels: jax.Array, most:
       labels: int32 [B, T].
       most: the labels of a row other than -100 are among `most` consecutive ones, so that only these are computed;
         None: they may be anywhere.
+      temperature: divisor of the logits.
     """
     cap = model.config.final_logit_softcapping
+    options: dict[str, Any] = {"ignore_index": IGNORE, "soft_cap": cap}
+    cross_entropy = linear_cross_entropy
+    if is_batch_invariant():
+        cross_entropy = functools.partial(invariant_cross_entropy, temperature=temperature)
+    elif temperature != 1:
+        hidden = hidden / temperature
 
     def losses_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
         length = labels.shape[1]
         if most is None or most >= length:
-            return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, soft_cap=cap)
+            return cross_entropy(hidden, weight, labels, **options)
         first = jnp.minimum(jnp.argmax(labels != IGNORE, axis=1), length - most)
         labels = _window(labels, first, most)
-        losses = linear_cross_entropy(
-            _cut_window(hidden, first, most), weight, labels, ignore_index=IGNORE, soft_cap=cap
-        )
+        losses = cross_entropy(_cut_window(hidden, first, most), weight, labels, **options)
         return _outside_zero(losses, first, length)
 
     return with_local_batch(losses_of_rows, model.stored_output_weight(), model.dtype, hidden, labels, as_stored=True)

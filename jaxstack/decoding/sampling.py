@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from pallas_kernels.batch_invariant import rows as invariant
+from pallas_kernels.batch_invariant.mode import is_batch_invariant
+
 Mode = Literal["greedy", "free", "limited"]
 """Cheapest program that samples all rows of a step: argmax only; with temperatures; with top_k, top_p or min_p."""
 
@@ -120,6 +123,8 @@ def probabilities(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) ->
 def log_probabilities(logits: Float[Array, "R V"], tokens: Int[Array, " R"], rows: RowSampling) -> Float[Array, " R"]:
     """Return each token's log-probability at its row's temperature (at 1 if that is 0), without other limits."""
     scaled = _scaled(logits, rows, "free")
+    if is_batch_invariant():
+        return invariant.log_probabilities(scaled, tokens)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
     return chosen - jax.nn.logsumexp(scaled, axis=-1)
 

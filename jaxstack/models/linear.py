@@ -29,6 +29,8 @@ from pallas_kernels import (
     packed_matmul,
     swiglu,
 )
+from pallas_kernels.batch_invariant.mode import is_batch_invariant
+from pallas_kernels.batch_invariant.product import matmul
 from pallas_kernels.target import current_target
 from pallas_kernels.weight_only.packed import concatenate_outputs, is_packed
 
@@ -259,6 +261,8 @@ def multiply(
         x = x.reshape(-1, width)
         kernel = kernel.reshape(width, -1)
         contracted = 1
+        if is_batch_invariant():
+            return matmul(x, kernel).reshape(*rows, *outputs)
     dims = (tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted)))
     return dot_general(x, kernel, (dims, ((), ()))).reshape(*rows, *outputs)
 
@@ -284,6 +288,8 @@ def is_plain_product(layer: Linear) -> bool:
 
 def _not_fusable_reason(layers: tuple[Linear, ...]) -> str | None:
     """Return why these layers cannot use kernels that fuse a matmul with other work, or None if they can."""
+    if is_batch_invariant():
+        return "the order of sums is fixed"
     if any(layer.adapter is not None for layer in layers):
         return "the layers have adapters"
     if any(map(is_packed, _stored_kernels(layers))):

@@ -32,6 +32,8 @@ from jaxstack.models.stack import Caches, Stack
 from jaxstack.parallel import batch_shards, gather_parameter, shard, splits_length
 from jaxstack.precision import PrecisionConfig
 from pallas_kernels import PackedWeight, packed_matmul
+from pallas_kernels.batch_invariant.mode import is_batch_invariant
+from pallas_kernels.batch_invariant.product import matmul
 
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output head."""
@@ -348,6 +350,9 @@ class Transformer(nnx.Module):
         stored = self.embedding.table if self.head is None else self.head
         if isinstance(packed := stored.get_raw_value(), PackedWeight):
             logits = packed_matmul(hidden, packed, out_dtype=jnp.float32)
+        elif is_batch_invariant():
+            rows = matmul(hidden.reshape(-1, hidden.shape[-1]), self.output_weight(), jnp.float32)
+            logits = rows.reshape(*hidden.shape[:-1], -1)
         else:
             logits = jnp.einsum("...d,dv->...v", hidden, self.output_weight(), preferred_element_type=jnp.float32)
         cap = self.config.final_logit_softcapping

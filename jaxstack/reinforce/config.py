@@ -16,6 +16,9 @@ class SamplerConfig(Component):
     """Tokens per page of the cache."""
     decode_steps: int = Field(default=8, ge=1, le=64)
     """Number of tokens of each answer that one program samples, before the host looks which answers have ended."""
+    exact: bool = False
+    """Compute the log-probabilities of sampled tokens with the same bits in the sampler and in training, by kernels
+    whose order of sums does not depend on the batch. Slower; not for every model and layout."""
 
 
 class EnvironmentConfig(Component):

@@ -23,6 +23,7 @@ from jaxstack.loss import IGNORE, Batch, LossSum, add_layer_losses, token_losses
 from jaxstack.models import Transformer
 from jaxstack.models.adapters import without_adapters
 from jaxstack.models.layer_sums import LayerSums
+from pallas_kernels.batch_invariant.mode import batch_invariant
 
 _STD_OFFSET = 1e-4
 """Added to the standard deviation that rewards are divided by, as in TRL."""
@@ -453,6 +454,7 @@ def policy_loss(
     settings: PolicyConfig,
     temperature: float = 1.0,
     length: int | None = None,
+    exact: bool = False,
 ) -> tuple[LossSum, dict[str, LossSum]]:
     """Return the loss of a batch of sampled answers, summed over their tokens, and further values for the metrics.
 
@@ -467,14 +469,18 @@ def policy_loss(
       settings: the loss.
       temperature: divisor of the logits with which the answers were sampled.
       length: largest number of tokens of an answer, those between its turns included, see `sum_over_tokens`; None: T.
+      exact: compute log-probabilities with the bits of an exact sampler, see `jaxstack.reinforce.exact`.
     """
     length = length or batch["labels"].shape[1]
-    policy, sums = token_log_probabilities(model, batch, temperature, length, with_losses=train)
+    with batch_invariant(exact):
+        policy, sums = token_log_probabilities(model, batch, temperature, length, with_losses=train)
     reference = None
     if settings.computes_reference:
         with jax.named_scope("reference"):
             own = {name: x for name, x in batch.items() if name != "experts"}  # its routers choose for themselves
-            reference, _ = token_log_probabilities(model.reference or without_adapters(model), own, temperature, length)
+            other = model.reference or without_adapters(model)
+            with batch_invariant(exact):
+                reference, _ = token_log_probabilities(other, own, temperature, length)
     tokens = Tokens(
         policy,
         batch["sampler_logprobs"],
@@ -516,11 +522,9 @@ def token_log_probabilities(
         experts=batch.get("experts"),
         with_losses=with_losses,
     )
-    if temperature != 1:
-        hidden = hidden / temperature
     with jax.named_scope("loss"):
         most = length if segments is None else None
-        return -token_losses(model, hidden, batch["labels"], most), sums
+        return -token_losses(model, hidden, batch["labels"], most, temperature), sums
 
 
 _EXCLUDED = (

@@ -25,9 +25,11 @@ from jaxstack.models.restack import join_projections, restack, same_stacking
 from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.reinforce.config import SamplerConfig
+from jaxstack.reinforce.exact import exact_options
 from jaxstack.state import TrainState
 from jaxstack.stored.model import initial_variables
 from jaxstack.trainer import Trainer
+from pallas_kernels.batch_invariant.mode import batch_invariant
 
 _MOST_SLOTS = 256
 """Answers that are sampled at a time, unless the configuration says otherwise."""
@@ -129,7 +131,8 @@ class Sampler:
         self._source = model.config
         self._target = self._source.model_copy(update={"scan_layers": False})
         mesh = trainer.rules.mesh
-        self._joins = mesh.shape["tensor"] == 1
+        self._exact = config.exact
+        self._joins = mesh.shape["tensor"] == 1 and not config.exact
         self._dtype = model.dtype
         self._unjoined = ModuleArrays(self._make_unjoined)
         self._module = ModuleArrays(self._make_joined) if self._joins else self._unjoined
@@ -208,6 +211,8 @@ class Sampler:
                     "policy.router_replay records experts beside keys and values, and the model has no layer with keys "
                     "and values; set it to false."
                 )
+            if self._exact:
+                model.compiler_options = {**(model.compiler_options or {}), **exact_options()}
             self._shares = shares_pages(model) and self._size.longest > self._config.page_size
             self._engine = Engine(
                 model,
@@ -313,7 +318,7 @@ class Sampler:
         )
 
     def _step(self, engine: Engine) -> bool:
-        with self._borrow():
+        with self._borrow(), batch_invariant(self._exact):
             return engine.step()
 
     def _step_shapes(self, unit: int) -> StepShapes:

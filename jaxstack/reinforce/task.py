@@ -11,6 +11,7 @@ from jaxstack.data.prompts import open_prompts
 from jaxstack.errors import ConfigError
 from jaxstack.module_arrays.packed_base import PackedBase
 from jaxstack.reinforce.environment import Description, Environment
+from jaxstack.reinforce.exact import exact_options, inexact_part
 from jaxstack.reinforce.policy import LOSSES, TEACHER
 from jaxstack.reinforce.rewards import Rewards, check_columns
 from jaxstack.reinforce.rollout import Rollouts
@@ -133,11 +134,14 @@ class ReinforcementTask(Task):
 
     def make_trainer(self, config: RunConfig, data: Rollouts, base: PackedBase | None) -> Trainer:
         """Make the trainer, and the sampler that uses its weights."""
+        if config.rollout.engine.exact:
+            config = _exact_config(config)
         trainer = make_trainer(config, data, kind=PolicyTrainer, base=base)
         trainer.policy = config.policy
         trainer.steps_together = config.policy.updates
         trainer.temperature = config.rollout.temperature
         trainer.longest_answer = config.rollout.max_tokens
+        trainer.exact = config.rollout.engine.exact
         longest = data.prompts.longest
         if config.rollout.environment.path:  # further turns find full pages in the cache
             longest = max(longest, config.rollout.engine.page_size + 1)
@@ -179,6 +183,28 @@ class ReinforcementTask(Task):
         for opened in (self._rewards, self._environment):
             if opened is not None:
                 opened.close()
+
+
+def _exact_config(config: RunConfig) -> RunConfig:
+    """Return the configuration with the XLA options of exact rollouts.
+
+    Raises:
+      ConfigError: a setting is not exact.
+    """
+    found = {
+        "rollout.packing": config.rollout.packing,
+        "adapters.rules": config.adapters.rules,
+        f"{jax.process_count()} processes": jax.process_count() > 1,
+        f"{jax.local_device_count()} devices in a process": jax.local_device_count() > 1,
+    }
+    problem = next((name for name, wrong in found.items() if wrong), None) or inexact_part(config.model)
+    if problem is not None:
+        raise ConfigError(
+            f"rollout.engine.exact does not support {problem}: sampler and trainer would compute it in different "
+            "orders. Remove one of them; policy.sampler_correction weights what differs."
+        )
+    options = {**config.train.xla_options, **exact_options()}
+    return config.model_copy(update={"train": config.train.model_copy(update={"xla_options": options})})
 
 
 def _room(config: RunConfig) -> int:

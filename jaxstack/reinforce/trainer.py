@@ -12,10 +12,12 @@ import numpy as np
 from jaxstack.loss import Batch
 from jaxstack.module_arrays.module import Dict
 from jaxstack.parallel.sharding_context import ShardingContext
+from jaxstack.reinforce.exact import exact_options
 from jaxstack.reinforce.policy import PolicyConfig, token_log_probabilities
 from jaxstack.reinforce.rollout import Rollouts
 from jaxstack.step import Metrics
 from jaxstack.trainer import Trainer
+from pallas_kernels.batch_invariant.mode import batch_invariant
 
 
 class PolicyTrainer(Trainer):
@@ -31,6 +33,8 @@ class PolicyTrainer(Trainer):
     """Temperature at which answers are sampled."""
     longest_answer: int | None = None
     """Largest number of tokens of an answer; None: unknown."""
+    exact = False
+    """True: log-probabilities have the bits of the sampler's, see `jaxstack.reinforce.exact`."""
 
     @property
     def rollouts(self) -> Rollouts:
@@ -84,13 +88,14 @@ class PolicyTrainer(Trainer):
         context = ShardingContext(self.steps.inner_rules, self.steps.layout)
 
         def compute(params: Dict, non_params: Dict, batch: Batch) -> jax.Array:
-            with context.entered():
+            with context.entered(), batch_invariant(self.exact):
                 model = self.module.used.merge(self.module.load(params), non_params)
                 return token_log_probabilities(model, batch, self.temperature, self.longest_answer)[0]
 
         size, length = self.train.global_batch_size, self.train.sequence_length
         sharding = self.rules.sharding(self.rules.batch_spec((size, length), "old_logprobs"))
-        compiled = jax.jit(compute, out_shardings=sharding)
+        options = exact_options() if self.exact else None
+        compiled = jax.jit(compute, out_shardings=sharding, compiler_options=options)
 
         def call(params: Dict, non_params: Dict, batch: Batch) -> jax.Array:
             with jax.set_mesh(self.rules.mesh):

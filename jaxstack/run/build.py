@@ -179,8 +179,14 @@ def make_trainer(
     if config.preference.loss is not None:
         loss = functools.partial(preference_loss, settings=config.preference)
     if config.policy.loss is not None:
-        sampled = {"temperature": config.rollout.temperature, "length": config.rollout.max_tokens}
-        loss = functools.partial(policy_loss, settings=config.policy, **sampled)
+        rollout = config.rollout
+        loss = functools.partial(
+            policy_loss,
+            settings=config.policy,
+            temperature=rollout.temperature,
+            length=rollout.max_tokens,
+            exact=rollout.engine.exact,
+        )
     optimizer: Optimizer | StepWrapper = _optimizer(config)
     if isinstance(config.local_sgd, FolderDiLoCo):
         optimizer = FolderWorker(config.local_sgd, optimizer)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.batch_invariant.mode import is_batch_invariant
+from pallas_kernels.batch_invariant.rows import normalize
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.normalization import triton_launch as norm_triton
 from pallas_kernels.target import current_target
@@ -25,6 +27,8 @@ class NormOptions(NamedTuple):
     """True for LayerNorm, which subtracts the mean first."""
     offset: float = 0.0
     """Number added to the weight."""
+    invariant: bool = False
+    """True: the sums of a row do not depend on the number of rows."""
 
 
 def rms_norm(
@@ -58,7 +62,7 @@ def rms_norm(
     _check(x, weight)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {list(x.shape)}; got {list(residual.shape)}")
-    options = NormOptions(epsilon, offset=weight_offset)
+    options = NormOptions(epsilon, offset=weight_offset, invariant=is_batch_invariant())
     if residual is not None:
         return _normalise_and_return_input(options, x + residual, weight, None)
     return (_normalise_and_return_input if return_input else _normalise)(options, x, weight, None)
@@ -91,7 +95,7 @@ def layer_norm(
     _check(x, weight)
     _check(x, bias)
     return (_normalise_and_return_input if return_input else _normalise)(
-        NormOptions(epsilon, centered=True), x, weight, bias
+        NormOptions(epsilon, centered=True, invariant=is_batch_invariant()), x, weight, bias
     )
 
 
@@ -113,6 +117,9 @@ def _normalise_and_return_input(
 
 
 def _forward_rule(options: NormOptions, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> tuple:
+    if options.invariant and weight is not None:
+        gain = weight.astype(jnp.float32) + options.offset
+        return normalize(x, gain, bias, options.epsilon), (x, weight, bias)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if options.centered:
         wide = wide - wide.mean(axis=-1, keepdims=True)

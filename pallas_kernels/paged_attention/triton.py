@@ -42,6 +42,7 @@ class Tile:
             in shared memory, 5 of two steps.
         ranges: ranges that the keys of a sequence are divided into; None: as many as can be computed at a time.
         rows: most queries of a program, a power of two.
+        least_rows: fewest queries of a program, a power of two, at least the 16 rows of a tensor-core tile.
     """
 
     key_block: int
@@ -49,6 +50,7 @@ class Tile:
     stages: int = 3
     ranges: int | None = None
     rows: int = _MOST_ROWS
+    least_rows: int = 16
 
 
 SHARED_TILE = Tile(64, warps=8, stages=2, rows=64)
@@ -105,8 +107,8 @@ class PagedAttentionPlan:
 
     @property
     def padded_rows(self) -> int:
-        """Number of queries of a program, rounded up to a power of two and to the 16 rows of a tensor-core tile."""
-        return min(max(16, 1 << (self.rows - 1).bit_length()), self.tile.rows)
+        """Number of queries of a program, rounded up to a power of two and to the tile's `least_rows`."""
+        return min(max(self.tile.least_rows, 1 << (self.rows - 1).bit_length()), self.tile.rows)
 
     @property
     def row_blocks(self) -> int:
@@ -126,6 +128,15 @@ class PagedAttentionPlan:
 
 def unsupported_reason(request: PagedAttentionRequest) -> str | None:
     """Return the first reason why the Triton kernels cannot compute this call of paged attention, or None."""
+    rows = request.q.shape[1] * request.q.shape[2] // request.key_heads
+    reason = unsupported_tile(request)
+    if reason is None and request.value_width is None and rows > _MOST_ROWS:
+        return f"takes at most {_MOST_ROWS} pairs of a new token and a query head per key head; got {rows}"
+    return reason
+
+
+def unsupported_tile(request: PagedAttentionRequest) -> str | None:
+    """Return why the kernels cannot compute a tile of this call's queries, or None; a call may have many tiles."""
     if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
         return reason
     q = request.q
@@ -142,9 +153,6 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
         return None
     if q.shape[-1] not in (32, 64, 128, 256):
         return f"needs a head_dim of 32, 64, 128 or 256; got {q.shape[-1]}"
-    rows = q.shape[1] * q.shape[2] // request.key_heads
-    if rows > _MOST_ROWS:
-        return f"takes at most {_MOST_ROWS} pairs of a new token and a query head per key head; got {rows}"
     return None
 
 

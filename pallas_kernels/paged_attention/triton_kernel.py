@@ -40,7 +40,11 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
     first = 0
     if plan.window is not None:
         first = tl.maximum(length - plan.new_tokens + 1 - plan.window, 0) // key_block
-    blocks = tl.cdiv(length, key_block) - first
+    seen = length
+    if plan.row_blocks > 1:  # the program's last query sees no later key
+        last = tl.program_id(0) % plan.row_blocks * padded_rows + padded_rows - 1
+        seen = tl.minimum(length, length - plan.new_tokens + last // plan.group + 1)
+    blocks = tl.cdiv(tl.maximum(seen, 0), key_block) - first
     each = tl.cdiv(blocks, plan.ranges)
     begin = first + part * each
     end = tl.minimum(begin + each, first + blocks)

@@ -16,6 +16,8 @@ SPEED = {
     "weights": "{weights}",
     "memory": lambda row: f"{row['peak_memory_bytes'] / 2**30:.0f} GiB",
 }
+_WORK = "llama3-1b 32"
+"""Beginning of the name of the work that TRL is measured on too."""
 
 
 def rewards(task: str) -> Callable[[], str]:
@@ -44,10 +46,11 @@ def _values(rows: list[Row], number: int, column: int) -> str:
 
 def speeds() -> str:
     """Return the table of a step's speed, ours and TRL's of the newest run, and how they compare."""
-    rows = read_all(RESULTS / "reinforce.jsonl")
-    newest = [row for row in rows if row["run"] == rows[-1]["run"]]
+    rows = [row for row in read_all(RESULTS / "reinforce.jsonl") if row["work"].startswith(_WORK)]
+    last = next(row["run"] for row in reversed(rows) if row["implementation"].startswith("TRL"))
+    newest = [row for row in rows if row["run"] == last]
     ours = next(row for row in newest if row["implementation"] == "jaxstack")
-    peers = [row for row in newest if row is not ours]
+    peers = [row for row in newest if row["implementation"].startswith("TRL")]
     fastest = max(peers, key=lambda row: row["samples_per_second"])
     said = (
         f"{ours['work']}; {ours['device']}, {ours['date'][:10]}, commit {ours['commit'][:7]}. jaxstack takes "

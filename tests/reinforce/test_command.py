@@ -34,6 +34,7 @@ def test_wrong_configurations_are_one_message(folder, capsys):
         "rollout.packing=true": "set train.gradient_accumulation (1) to 2 or more, or rollout.packing to false",
         "rollout.resample=1 & policy.loss=ppo": "rollout.resample (1) replaces groups of equal rewards",
         "policy.router_replay=true": "policy.router_replay is for mixtures of experts",
+        "rollout.engine.exact=true": "rollout.engine.exact does not support 8 devices in a process",
         "policy.updates=3": "train.steps (4) must be divisible by policy.updates (3)",
         "parallel.context=2": "policy.loss does not support parallel.context",
         "policy.loss=null": "jaxstack.reinforce needs a loss; set policy.loss to grpo, dr_grpo",

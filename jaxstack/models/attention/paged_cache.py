@@ -18,6 +18,8 @@ from jaxstack.models.layer import Angles, CacheRoom, PageGroup, PageSlots, pack_
 from jaxstack.parallel import current_rules, with_local_heads
 from jaxstack.parallel.rules import AxisRules
 from pallas_kernels import flash_attention
+from pallas_kernels.batch_invariant import attention as invariant
+from pallas_kernels.batch_invariant.mode import is_batch_invariant
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
 from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, permute_query_channels
 from pallas_kernels.paged_attention.api import paged_attention
@@ -87,6 +89,9 @@ def attend_pages(
     """
     outputs = []
     for group, (part,) in slots.split(q):
+        if is_batch_invariant():
+            outputs.append(_attend_invariantly(part, cache, group, heads))
+            continue
         if heads.chunk is not None:
             outputs.append(_attend_chunk(part, cache, group, heads, sinks))
             continue
@@ -98,6 +103,15 @@ def attend_pages(
     # The barrier orders these reads before the next write to the pages in the same program. Without it XLA copies all
     # pages to be safe.
     return jax.lax.optimization_barrier((pack_groups(outputs), cache))
+
+
+def _attend_invariantly(
+    q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
+) -> Float[Array, "R T N H"]:
+    """Compute attention as `SoftmaxAttention.attend` does in the context `batch_invariant`, with the same bits."""
+    key, value = (cast(jax.Array, x) for x in cache)
+    options = {"scale": heads.scale, "soft_cap": heads.soft_cap, "window": heads.window}
+    return invariant.attend_pages(q, key, value, group.table, group.lengths, **options)
 
 
 def _attend_chunk(

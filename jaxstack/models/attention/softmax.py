@@ -19,6 +19,8 @@ from jaxstack.models.attention.paged_cache import (
 from jaxstack.models.layer import CacheRoom, CacheSlots, SegmentIds
 from pallas_kernels import context_attention, flash_attention
 from pallas_kernels.attention.masks import Mask
+from pallas_kernels.batch_invariant.attention import attend_whole
+from pallas_kernels.batch_invariant.mode import is_batch_invariant
 
 
 class SoftmaxAttention(MaskedSoftmax):
@@ -55,6 +57,9 @@ class SoftmaxAttention(MaskedSoftmax):
         segment_ids: SegmentIds,
         heads: AttentionSpec,
     ) -> Float[Array, "B T N H"]:
+        if is_batch_invariant():
+            options = {"scale": heads.scale, "soft_cap": heads.soft_cap, "window": heads.window}
+            return attend_whole(q, k, v, **options, implementation=heads.implementation)
         out = flash_attention(
             q,
             k,

@@ -13,7 +13,7 @@ R rows.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import PackedWeight, grouped_matmul_alignment
+from pallas_kernels.batch_invariant.mode import is_batch_invariant
+from pallas_kernels.batch_invariant.product import GROUP_TILE
 from pallas_kernels.grouped_gemm.groups import aligned_rows, group_bounds
 from pallas_kernels.weight_only.packed import is_packed
 
@@ -84,6 +86,9 @@ def _spread(x: jax.Array, rows: Rows) -> jax.Array:
 
 def _collect(y: jax.Array, rows: Rows) -> jax.Array:
     found = y.at[rows.place].get(mode="fill", fill_value=0)
+    if is_batch_invariant():
+        parts = jnp.split(found.astype(jnp.float32), found.shape[1], axis=1)
+        return reduce(jnp.add, parts)[:, 0].astype(y.dtype)
     return found.sum(axis=1, dtype=jnp.promote_types(y.dtype, jnp.float32)).astype(y.dtype)
 
 
@@ -186,6 +191,8 @@ def compute_on_this_device(
     """
     count = jax.tree.leaves(kernels)[0].shape[0]
     alignment = grouped_matmul_alignment(experts.size, count, fp8=fp8, packed=_is_packed(kernels))
+    if is_batch_invariant():
+        alignment = GROUP_TILE
     rows, sizes = arrange(experts, count, alignment)
     return sum_rows(compute(take_rows(x, rows), take_weights(weights, rows), kernels, sizes, alignment), rows)
 
