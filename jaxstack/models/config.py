@@ -17,7 +17,7 @@ from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.layer import LAYER_TYPES, Layer, Mixer
 from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.norm import NORMS
-from jaxstack.models.recurrent import GatedDelta, KimiDelta, StateSpace
+from jaxstack.models.recurrent import GatedDelta, KimiDelta, Recurrent, StateSpace
 from jaxstack.models.rope import RopeScaling, Rotation
 
 MOST_PREDICTION_LAYERS = 16
@@ -401,6 +401,16 @@ class ModelConfig(Component):
     def rotary_width(self, layer: Layer) -> int:
         """Return the number of channels of a layer's heads that rotate, rounded down as in transformers."""
         return self.attention.rotated_width(int(self.heads(layer).head_dim * self.partial_rotary_factor))
+
+    @property
+    def prediction_layer(self) -> Layer:
+        """Structure of a layer for multi-token prediction: of the last layer with attention, or else of the last one.
+
+        In hybrids it is not a recurrent one, whose state could not go back to an earlier token when a draft is refused.
+        """
+        layers = self.layers()
+        attending = (layer for layer in layers[::-1] if layer.mixer and not isinstance(layer.mixer, Recurrent))
+        return next(attending, layers[-1])
 
     def layers(self) -> tuple[Layer, ...]:
         """Return what each layer consists of: its token mixer, window, rotation and feed-forward sublayer."""

@@ -48,7 +48,7 @@ def count_parameters(config: ModelConfig) -> ModelSize:
     embedding = head = config.vocab_size * d
     rows = (config.max_position_embeddings or 0) if config.positions == "learned" else 0
     outside = embedding + rows * d + norm + (0 if config.tie_word_embeddings else head)
-    sizes = {layer: _layer(config, layer) for layer in set(config.layers())}
+    sizes = {layer: _layer(config, layer) for layer in set(layers_in_training(config))}
     layers = [sizes[layer] for layer in layers_in_training(config)]
     predicted = config.num_nextn_predict_layers
     mixtures = sum(layer.feed_forward in ("experts", "both") for layer in layers_in_training(config))
@@ -61,8 +61,7 @@ def count_parameters(config: ModelConfig) -> ModelSize:
 
 def layers_in_training(config: ModelConfig) -> tuple[Layer, ...]:
     """Return the layers of a model, followed by those for multi-token prediction."""
-    layers = config.layers()
-    return (*layers, *(layers[-1],) * config.num_nextn_predict_layers)
+    return (*config.layers(), *(config.prediction_layer,) * config.num_nextn_predict_layers)
 
 
 def count_mixers(config: ModelConfig) -> ParameterCount:

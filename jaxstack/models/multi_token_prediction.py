@@ -1,4 +1,4 @@
-"""Multi-token prediction of DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2) and GLM-4.5 (2025).
+"""Multi-token prediction of DeepSeek-V3 (arXiv:2412.19437, section 2.2), GLM-4.5 and Qwen3-Next.
 
 Layer d, counted from 1, predicts token i + d + 1 at position i from the final hidden state of layer d - 1, at first the
 model's, and the embedding of token i + d. Embedding and output head are the model's. The report writes the hidden state
@@ -48,10 +48,10 @@ class Prediction(NamedTuple):
 
 
 class PredictionLayer(Block):
-    """A layer like the model's last one, whose input is projected from an embedding and a hidden state."""
+    """A layer like the model's last one that is not recurrent, with a projected embedding and hidden state as input."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        super().__init__(config, config.layers()[-1], rngs)
+        super().__init__(config, config.prediction_layer, rngs)
         d = config.hidden_size
         self.embedding_norm = make_norm(config.norm, d, config.norm_eps)
         self.hidden_norm = make_norm(config.norm, d, config.norm_eps)

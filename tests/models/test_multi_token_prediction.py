@@ -131,6 +131,69 @@ def test_glm_has_the_layer_too(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
 
 
+def normalized(x: np.ndarray, weight: np.ndarray, eps: float = 1e-3) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * (1 + weight)
+
+
+def qwen_logits(tensors: dict[str, np.ndarray], hidden: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Logits [T, V] by the layer in Qwen 3.5's files, given the T hidden states before the T tokens."""
+    heads, key_heads, width, rotated = 4, 2, 16, 4
+    count = len(tokens)
+
+    def apply(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ tensors[f"mtp.{name}.weight"].T
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return normalized(x, tensors[f"mtp.{name}.weight"])
+
+    def rotate(x: np.ndarray) -> np.ndarray:
+        angles = np.arange(count)[:, None, None] * 1e4 ** (-np.arange(0, rotated, 2) / rotated)
+        first, second = x[..., : rotated // 2], x[..., rotated // 2 : rotated]
+        turned = first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)
+        return np.concatenate([*turned, x[..., rotated:]], -1)
+
+    embedded = tensors["model.embed_tokens.weight"][tokens]
+    pair = norm(embedded, "pre_fc_norm_embedding"), norm(hidden, "pre_fc_norm_hidden")
+    x = apply(np.concatenate(pair, -1), "fc")
+    inputs = norm(x, "layers.0.input_layernorm")
+    q, gate = np.split(apply(inputs, "layers.0.self_attn.q_proj").reshape(count, heads, 2 * width), 2, -1)
+    k, v = (apply(inputs, f"layers.0.self_attn.{n}_proj").reshape(count, key_heads, width) for n in "kv")
+    q, k = rotate(norm(q, "layers.0.self_attn.q_norm")), rotate(norm(k, "layers.0.self_attn.k_norm"))
+    k, v = (np.repeat(z, heads // key_heads, 1) for z in (k, v))
+    scores = np.einsum("inh,jnh->nij", q, k) / width**0.5 + np.where(np.tri(count), 0, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out = np.einsum("nij,jnh->inh", weights / weights.sum(-1, keepdims=True), v) / (1 + np.exp(-gate))
+    x = x + apply(out.reshape(count, -1), "layers.0.self_attn.o_proj")
+    inputs = norm(x, "layers.0.post_attention_layernorm")
+    gate, up = (apply(inputs, f"layers.0.mlp.{n}_proj") for n in ("gate", "up"))
+    x = x + apply(gate / (1 + np.exp(-gate)) * up, "layers.0.mlp.down_proj")
+    return norm(x, "norm") @ tensors["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("name", ["qwen3-5", "qwen3-next", "qwen3-5-moe"])
+def test_qwen_has_the_layer_under_names_of_its_own(name, tmp_path):
+    config = read_model_config(RELEASE.parent / name)
+    assert config.num_nextn_predict_layers == 0, "the file has no such tensors"
+    model = Transformer(config.model_copy(update={"num_nextn_predict_layers": 1}), nnx.Rngs(0))
+    keys = iter(jax.random.split(jax.random.key(1), 999))
+    for variable in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        variable.set_value(variable[...] + 0.2 * jax.random.normal(next(keys), variable.shape))
+    to_huggingface(model, tmp_path)
+    tensors = {key: x.astype(np.float64) for key, x in load_file(tmp_path / "model.safetensors").items()}
+    names = {"fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers.0.self_attn.q_proj"}
+    assert {f"mtp.{name}.weight" for name in names} < tensors.keys()
+    assert not any(key.startswith(f"model.layers.{config.num_layers}.") for key in tensors)
+    again = from_huggingface(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
+    if name == "qwen3-5":
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, 12))
+        hidden = np.asarray(again.hidden(jnp.asarray(tokens)), np.float64)
+        found = jax.jit(logits)(again, jnp.asarray(tokens))[0]
+        wanted = qwen_logits(tensors, hidden[0, :-1], tokens[0, 1:])
+        assert np.abs(wanted).max() > 1
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
 def test_a_family_without_such_layers_leaves_them_out(model, tmp_path):
     with pytest.warns(UserWarning, match="a llama has no layers for multi-token prediction; they are left out"):
         assert to_huggingface(model, tmp_path) == "llama"

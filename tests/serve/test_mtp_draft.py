@@ -8,6 +8,7 @@ import pytest
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.engine import Engine
 from jaxstack.loss import IGNORE
+from jaxstack.models.recurrent import GatedDelta
 from jaxstack.serve.config import EngineConfig
 from tests.serve.test_engine import GREEDY, expected, prompts
 from tests.serve.tiny import CONFIG as CONFIG_OF_TESTS
@@ -53,6 +54,20 @@ def test_one_draft_a_step_is_what_the_layer_guesses_in_a_forward_pass():
         right += hit
         newest += 1 + hit
     assert (stats.accepted_tokens, stats.draft_tokens) == (right, drafts) and right > 0
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_a_hybrid_drafts_by_a_layer_with_attention(drafts):
+    """Its states are those of the accepted tokens alone."""
+    delta = {"num_heads": 2, "head_dim": 8, "num_key_heads": 1, "key_head_dim": 8}
+    changes = {"num_layers": 2, "layer_types": ("delta", "full_attention"), "delta": GatedDelta(**delta)}
+    model = open_tiny(config=CONFIG.model_copy(update=changes))
+    asked = few_ids([21, 9])
+    config = EngineConfig(slots=2, page_size=4, chunk=16, draft_tokens=drafts)
+    with Engine(model, config, warm_up=False) as engine:
+        handles = [engine.submit(prompt, 14, GREEDY) for prompt in asked]
+        assert [handle.result() for handle in handles] == [expected(model, prompt, 14) for prompt in asked]
+        assert 0 < engine.stats.accepted_tokens < engine.stats.draft_tokens
 
 
 @pytest.mark.exhaustive

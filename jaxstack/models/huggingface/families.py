@@ -1,6 +1,5 @@
 """The table of supported Hugging Face model families. A new family is a file and a row of `FAMILIES`."""
 
-import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -113,11 +112,9 @@ def describe(directory: str | Path, ignore: Collection[str] = ()) -> tuple[Famil
         raise ConfigError(f"{directory}: model_type {kind!r} is not supported; {nearest(str(kind), known)}")
     family = FAMILIES[kind]
     model = family.read(said, ignore)
-    if model.num_nextn_predict_layers:
-        # transformers keeps the key when it leaves these layers out.
-        first = re.compile(rf"({family.prefix})?layers\.{model.num_layers}\.")
-        if not any(first.match(name) for name in list_tensors(Path(directory))):
-            model = model.model_copy(update={"num_nextn_predict_layers": 0})
+    # transformers keeps the key when it leaves these layers out.
+    if model.num_nextn_predict_layers and not family.predicts(model.num_layers, list_tensors(Path(directory))):
+        model = model.model_copy(update={"num_nextn_predict_layers": 0})
     return family, model
 
 
@@ -153,7 +150,7 @@ def choose_family(config: ModelConfig, name: str | None = None) -> tuple[Family,
     reasons = []
     families = list(FAMILIES.values()) if name is None else [FAMILIES[name]]
     if config.num_nextn_predict_layers:  # first those that have such layers
-        families.sort(key=lambda family: not family.copies)
+        families.sort(key=lambda family: family.most_predictions < config.num_nextn_predict_layers)
     for family in families:
         try:
             return family, family.write(config)

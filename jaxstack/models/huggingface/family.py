@@ -1,12 +1,13 @@
 """A family of Hugging Face models: how it converts keys of config.json and names of tensors."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jaxstack.config.loader import build_component
 from jaxstack.errors import ConfigError
-from jaxstack.models.config import ModelConfig
+from jaxstack.models.config import MOST_PREDICTION_LAYERS, ModelConfig
 from jaxstack.models.huggingface.config_fields import Row
 from jaxstack.models.huggingface.tensors import Tensor
 from jaxstack.models.layer import LAYER_TYPES
@@ -54,6 +55,8 @@ class Family:
       tensors: conversion between parameters and tensors of the files.
       alternatives: further rows, which apply in place of those of the same parameters to files that have their tensors.
       copies: tensors that each layer for multi-token prediction has in the files, and that are written but not read.
+      prediction_prefix: prefix of the tensors of a layer for multi-token prediction, of which files have one at most.
+        None: such layers, if the family has `copies`, follow the model's last layer.
       prefix: prefix of all tensor names except the head's; files of the bare model leave it out.
       nested: prefixes of tensor names in files of a multimodal model -> those in files of the text model.
       ignored: keys of config.json that do not change what this family computes.
@@ -66,10 +69,24 @@ class Family:
     tensors: tuple[Tensor, ...]
     alternatives: tuple[Tensor, ...] = ()
     copies: tuple[Tensor, ...] = ()
+    prediction_prefix: str | None = None
     prefix: str = "model."
     nested: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     buffers: str = r".*rotary_emb\.inv_freq"
+
+    @property
+    def most_predictions(self) -> int:
+        """Largest number of layers for multi-token prediction that the files can have."""
+        if self.prediction_prefix is not None:
+            return 1
+        return MOST_PREDICTION_LAYERS if self.copies else 0
+
+    def predicts(self, layers: int, names: Iterable[str]) -> bool:
+        """Return True if there are tensors of a layer for multi-token prediction, after so many layers of the model."""
+        if self.prediction_prefix is not None:
+            return any(name.startswith(self.prediction_prefix) for name in names)
+        return any(re.match(rf"({self.prefix})?layers\.{layers}\.", name) for name in names)
 
     def tensors_in(self, names: Collection[str]) -> tuple[Tensor, ...]:
         """Return the rows for files with tensors of these names."""
@@ -110,12 +127,12 @@ class Family:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Convert a model configuration to a config.json, without token ids and dtype.
 
-        A family that has no layers for multi-token prediction leaves them out; the function stays the same.
+        A family that has no such layers for multi-token prediction leaves them out; the function stays the same.
 
         Raises:
           ConfigError: the family cannot express the model; the message names the fields.
         """
-        if not self.copies:
+        if model.num_nextn_predict_layers > self.most_predictions:
             model = model.model_copy(update={"num_nextn_predict_layers": 0})
         config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         for row in self.rows:

@@ -138,7 +138,7 @@ def _read(
 ) -> Arrays:
     quantization = read_quantization(read_json(directory / CONFIG))
     with WeightFiles(directory) as files:
-        leaves = find_leaves(config, family.tensors_in(files.shapes))
+        leaves = find_leaves(config, family.tensors_in(files.shapes), family.prediction_prefix)
         quantized = check_files(files, family, config, leaves, quantization)
         found: Arrays = {}
         kept: dict[str, PackedWeight] = {}
@@ -268,7 +268,7 @@ class ModelParts(contextlib.AbstractContextManager["ModelParts"]):
         family, described = describe(directory)
         check_model(config, described, str(directory))
         self._files = WeightFiles(Path(directory))
-        leaves = find_leaves(config, family.tensors_in(self._files.shapes))
+        leaves = find_leaves(config, family.tensors_in(self._files.shapes), family.prediction_prefix)
         check_files(self._files, family, config, leaves, None)
         self._leaves = {leaf.path: leaf for leaf in leaves}
 

@@ -48,7 +48,7 @@ def read_peft(directory: Path, model: ModelConfig) -> AdapterMatrices:
     left = set(tensors)
     family, _ = choose_family(model)
     found = {}
-    for leaf in find_leaves(model, family.tensors_in([])):
+    for leaf in find_leaves(model, family.tensors_in([]), family.prediction_prefix):
         name = leaf.names[0].removesuffix(".weight")
         pair = [f"{name}.lora_{kind}.weight" for kind in ("A", "B")]
         if leaf.path.endswith("/kernel") and all(tensor in tensors for tensor in pair):

@@ -212,7 +212,24 @@ _MIXTURE = (
 )
 
 _BUFFERS = r".*rotary_emb\.inv_freq|mtp\..*|(model\.)?visual\..*"
-"""Tensors that are not read, such as those of layers for multi-token prediction."""
+"""Tensors that are not read, such as those of a layer for multi-token prediction that the model is to do without."""
+_PREDICTION = (
+    Tensor("layers/embedding_norm/scale", "mtp.pre_fc_norm_embedding.weight", ((0,),)),
+    Tensor("layers/hidden_norm/scale", "mtp.pre_fc_norm_hidden.weight", ((0,),)),
+    Tensor("layers/projection/kernel", "mtp.fc.weight", ((1,), (0,))),
+    Tensor("layers/final_norm/scale", "mtp.norm.weight", ((0,),)),
+)
+
+
+def _predictions(key: str, default: int) -> Row:
+    """Return the row of the number of layers for multi-token prediction, of which none or one are read."""
+
+    def read(config: Keys) -> dict[str, Any]:
+        one = config.get(key, default) == 1 and not config.get("mtp_use_dedicated_embeddings")
+        return {"num_nextn_predict_layers": int(one)}
+
+    return Row((key, "mtp_use_dedicated_embeddings"), read, lambda model: {key: model.num_nextn_predict_layers})
+
 
 QWEN3_NEXT = Family(
     "qwen3_next",
@@ -222,9 +239,11 @@ QWEN3_NEXT = Family(
         *_HYBRID,
         *_experts(10, "norm_topk_prob", "decoder_sparse_step"),
         fixed("mlp_only_layers", [], None),
+        _predictions("num_nextn_predict_layers", 1),
     ),
     tensors=(
         *_HYBRID_TENSORS,
+        *_PREDICTION,
         *_joined(tuple(f"in_proj_{n}" for n in "qkvz"), "linear_attn.in_proj_qkvz.weight", groups=_key_heads),
         *(
             Tensor(
@@ -241,6 +260,7 @@ QWEN3_NEXT = Family(
     ),
     ignored=TRAINING_KEYS,
     buffers=_BUFFERS,
+    prediction_prefix="mtp.",
 )
 
 _SEPARATE = (
@@ -251,7 +271,7 @@ _SEPARATE = (
         for n in "ba"
     ),
 )
-_IGNORED = TRAINING_KEYS | {"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
+_IGNORED = TRAINING_KEYS | {"mamba_ssm_dtype"}
 
 QWEN3_5 = Family(
     "qwen3_5_text",
@@ -264,11 +284,13 @@ QWEN3_5 = Family(
             "output_gate_type", "swish", "silu", None
         ),  # of the norm of gated DeltaNet; that of attention is a sigmoid
         fixed("mlp_only_layers", [], None),
+        _predictions("mtp_num_hidden_layers", 0),
     ),
-    tensors=(*_HYBRID_TENSORS, *_SEPARATE, *_DENSE),
+    tensors=(*_HYBRID_TENSORS, *_PREDICTION, *_SEPARATE, *_DENSE),
     nested=NESTED,
     ignored=_IGNORED,
     buffers=_BUFFERS,
+    prediction_prefix="mtp.",
 )
 
 QWEN3_5_MOE = Family(
@@ -283,8 +305,9 @@ QWEN3_5_MOE = Family(
             "output_gate_type", "swish", "silu", None
         ),  # of the norm of gated DeltaNet; that of attention is a sigmoid
         fixed("mlp_only_layers", [], None),
+        _predictions("mtp_num_hidden_layers", 0),
     ),
-    tensors=(*_HYBRID_TENSORS, *_SEPARATE, *_MIXTURE),
+    tensors=(*_HYBRID_TENSORS, *_PREDICTION, *_SEPARATE, *_MIXTURE),
     # The releases have all experts of a layer in one tensor, transformers writes one for each.
     alternatives=tuple(
         Tensor(
@@ -299,6 +322,7 @@ QWEN3_5_MOE = Family(
     nested=NESTED,
     ignored=_IGNORED,
     buffers=_BUFFERS,
+    prediction_prefix="mtp.",
 )
 
 _IMAGES = frozenset(

@@ -91,13 +91,14 @@ def write_checkpoint(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: there is no {dtype!r}; {nearest(dtype, DTYPES)}")
     chosen, said = choose_family(config, family)
-    if config.num_nextn_predict_layers and not chosen.copies:
-        warn(f"a {chosen.model_type} has no layers for multi-token prediction; they are left out")
+    if config.num_nextn_predict_layers > chosen.most_predictions:
+        most = f"more than {chosen.most_predictions}" if chosen.most_predictions else "no"
+        warn(f"a {chosen.model_type} has {most} layers for multi-token prediction; they are left out")
         config = config.model_copy(update={"num_nextn_predict_layers": 0})
     said |= {"torch_dtype": dtype, **(extra or {})}
     if reward_head is not None:
         said |= _classifier_keys(chosen.model_type, said["architectures"][0])
-    leaves = find_leaves(config, chosen.tensors)
+    leaves = find_leaves(config, chosen.tensors, chosen.prediction_prefix)
     leaves += find_copies(config, leaves, chosen.copies)
     claim_directory(directory)
     schemes: dict[str, Scheme] = {}

@@ -9,6 +9,7 @@ Dims: D model, N heads, H head_dim, F feed-forward, V vocabulary.
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -239,8 +240,17 @@ class Leaf:
             yield at, self.names[number]
 
 
-def find_leaves(config: ModelConfig, rows: Sequence[Tensor]) -> list[Leaf]:
+_LAYER = re.compile(r"^.*layers\.\{layer\}\.")
+"""Prefix of the names of a layer's tensors."""
+
+
+def find_leaves(config: ModelConfig, rows: Sequence[Tensor], prediction_prefix: str | None = None) -> list[Leaf]:
     """List the parameters of a Transformer with the Hugging Face tensors that store them.
+
+    Args:
+      config: the model.
+      rows: conversion between parameters and tensors.
+      prediction_prefix: see `Family`.
 
     Raises:
       ConfigError: the table has no row for a parameter.
@@ -262,6 +272,8 @@ def find_leaves(config: ModelConfig, rows: Sequence[Tensor]) -> list[Leaf]:
             index = int(path[2])
             predicts = path[0] == "mtp"
             numbers = [config.num_layers + index] if predicts else list(model.decoder.layer_numbers(index))
+            if predicts and prediction_prefix is not None:
+                row = row._replace(name=_LAYER.sub(f"{prediction_prefix}layers.{index}.", row.name))
         stacked = "layers" in axes
         leading_dims = int(stacked) + row.leading
         experts = range(variable.shape[int(stacked)]) if row.leading else range(1)
