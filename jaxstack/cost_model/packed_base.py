@@ -5,12 +5,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+
 from jaxstack.checkpoint import compressed
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.local_sgd.folder import FolderDiLoCo
 from jaxstack.run_config import RunConfig
 from jaxstack.stored.run_directory import PACKED_BASE, base_weights
 from pallas_kernels import PackedWeight
+
+PACKED_STATE = (0, 11)
+"""First version of jax with which integers of 4 bits were tried as arguments of a compiled step."""
 
 
 def find_packed_base(config: RunConfig, say: Callable[[str], None] = lambda line: None) -> Path | None:
@@ -42,6 +47,12 @@ def _unpacked_reason(config: RunConfig) -> str | None:
     """Return why a run with adapters does not keep a compressed model packed; None if it does."""
     if config.parallel.workers > 1 or isinstance(config.local_sgd, FolderDiLoCo):
         return "workers exchange plain weights"
+    kept_whole = {"data"} if config.model.moe is not None else {"data", "fsdp"}
+    split = [axis for axis, degree in config.parallel.degrees.items() if degree > 1 and axis not in kept_whole]
+    if split:
+        return f"parallel.{split[0]} splits them"
+    if jax.__version_info__ < PACKED_STATE:
+        return f"jax {jax.__version__} passes no integers of 4 bits to a compiled step; a newer one does"
     if config.model.scan_layers:
         return "model.scan_layers stacks them; set it to false"
     if any(rule.fp8 for rule in config.precision.fp8_rules):

@@ -267,10 +267,14 @@ def _text_loss(
 ) -> tuple[int, TextLoss]:
     """Evaluate a checkpoint on held-out text; return the checkpoint's step and the loss."""
     if stored.packed:
-        if layout_chosen:
-            raise ConfigError("the loss of a compressed model is computed on one device; leave parallel.* out.")
+        split = [axis for axis, degree in config.parallel.degrees.items() if degree != 1 and axis != "data"]
+        if layout_chosen and split:
+            raise ConfigError(
+                f"each device needs the whole of a compressed model to compute its loss, which parallel.{split[0]}"
+                " would split; set parallel.data only, or leave parallel.* out for one device."
+            )
+        config = config if layout_chosen else on_one_device(config)
         layout_chosen = True
-        config = on_one_device(config)
     config = Setting.of(config, "evaluate", chosen=layout_chosen).config
     trainer, data = open_evaluation(config, stored, text, report)
     params, non_params = stored.read_state(trainer.module, trainer.rules, step)
