@@ -46,9 +46,9 @@ class Pairs(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """Loss of each of P pairs, and the rewards that it implies for their answers."""
+    """Loss of each of P pairs, or of each of their answers, and the rewards that it implies for the answers."""
 
-    loss: Float[Array, " P"]
+    loss: Float[Array, "P ..."]
     rewards: Float[Array, "P 2"]
 
     @property
@@ -108,8 +108,9 @@ def _kto(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
     """KTO (Ethayarajh et al. 2024, arXiv:2402.01306): each answer is good or bad by itself, compared with the drift."""
     gains = pairs.policy - pairs.reference
     above = settings.strength * (gains - pairs.drift)
-    loss = (jax.nn.sigmoid(-above[:, 0]) + jax.nn.sigmoid(above[:, 1])) / 2
-    return Judged(loss, settings.strength * gains)
+    good = settings.desirable_weight * jax.nn.sigmoid(-above[:, 0])
+    bad = settings.undesirable_weight * jax.nn.sigmoid(above[:, 1])
+    return Judged(jnp.stack([good, bad], axis=1), settings.strength * gains)
 
 
 def _reward_model(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
@@ -186,6 +187,10 @@ class PreferenceConfig(Component):
     cache_reference: bool = False
     """Compute the reference's log-probabilities of all pairs once before the training, in place of each step, and keep
     them in `data.cache_dir`."""
+    desirable_weight: float = Field(default=1.0, ge=0)
+    """Weight of good answers in the loss of kto."""
+    undesirable_weight: float = Field(default=1.0, ge=0)
+    """Weight of bad answers in the loss of kto."""
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the chosen answer's cross-entropy, a mean over its tokens, which is added to the loss."""
 
@@ -197,6 +202,8 @@ class PreferenceConfig(Component):
             "sft_weight": without_head,
             "label_smoothing": [name for name, row in LOSSES.items() if row.smooths],
             "simpo_gamma": ["simpo"],
+            "desirable_weight": [name for name, row in LOSSES.items() if row.mismatched],
+            "undesirable_weight": [name for name, row in LOSSES.items() if row.mismatched],
             "center_rewards": [name for name, row in LOSSES.items() if row.has_head],
             "reference": [name for name, row in LOSSES.items() if row.needs_reference],
             "cache_reference": [name for name, row in LOSSES.items() if row.needs_reference],
@@ -224,13 +231,13 @@ class PreferenceConfig(Component):
 
 
 def sum_over_pairs(
-    pairs: Pairs, counted: Bool[Array, " P"], settings: PreferenceConfig
+    pairs: Pairs, counted: Bool[Array, "P ..."], settings: PreferenceConfig
 ) -> tuple[LossSum, dict[str, LossSum]]:
     """Return the loss summed over the pairs that count, and the sums of further values for the metrics.
 
     Args:
       pairs: log-probabilities of the answers.
-      counted: False for pairs that only fill a batch.
+      counted: False for pairs that only fill a batch; or [P, 2], False for answers that are missing.
       settings: which loss, and its scales.
 
     Returns:
@@ -238,6 +245,10 @@ def sum_over_pairs(
       `chosen_probability` (geometric mean over the tokens of the chosen answer; not of reward models), `drift` of kto.
     """
     judged = settings.method.function(pairs, settings)
+    answers = jnp.broadcast_to(counted.reshape(len(counted), -1), pairs.policy.shape)
+    both = answers.all(axis=1)
+    has_chosen = answers[:, 0]
+    present = {"chosen_reward": has_chosen, "rejected_reward": answers[:, 1], "chosen_probability": has_chosen}
     loss = judged.loss
     values = {
         "accuracy": judged.margins > 0,
@@ -246,16 +257,20 @@ def sum_over_pairs(
         "rejected_reward": judged.rewards[:, 1],
     }
     if not settings.method.has_head:
-        loss = loss - settings.sft_weight * pairs.means[:, 0]
+        likelihood = settings.sft_weight * pairs.means[:, 0]
+        # The mean over answers of twice the term of a chosen one is the mean over pairs of the term.
+        loss = loss - likelihood if loss.ndim == 1 else loss.at[:, 0].add(-2 * likelihood)
         values["chosen_probability"] = jnp.exp(pairs.means[:, 0])
     if settings.method.mismatched:
-        values["drift"] = jnp.broadcast_to(jnp.asarray(pairs.drift), counted.shape)
-    count = jnp.sum(counted, dtype=jnp.float32)
+        values["drift"] = jnp.broadcast_to(jnp.asarray(pairs.drift), both.shape)
+        present["drift"] = answers.any(axis=1)
 
-    def total(x: jax.Array) -> LossSum:
-        return LossSum(jnp.sum(jnp.where(counted, x, 0), dtype=jnp.float32), count)
+    def total(x: jax.Array, among: jax.Array) -> LossSum:
+        total = jnp.sum(jnp.where(among, x, 0), dtype=jnp.float32)
+        return LossSum(total, jnp.sum(among, dtype=jnp.float32))
 
-    return total(loss), {name: total(x) for name, x in values.items()}
+    found = {name: total(x, present.get(name, both)) for name, x in values.items()}
+    return total(loss, both if loss.ndim == 1 else answers), found
 
 
 def preference_loss(
@@ -276,7 +291,6 @@ def preference_loss(
     """
     settings = settings or PreferenceConfig()
     labels = batch["labels"]
-    _, rows, length = labels.shape
     policy, sums = (_rewards if settings.method.has_head else _answer_sums)(model, batch, with_losses=train)
     reference = jnp.zeros_like(policy)
     drift: jax.Array | float = 0.0
@@ -289,11 +303,12 @@ def preference_loss(
     lengths = jnp.sum(labels[:, :2] != IGNORE, axis=-1, dtype=jnp.float32)
     counted = (lengths > 0).all(axis=-1)
     if settings.method.mismatched:
-        drift = _drift(policy[:, 2] - reference[:, 2], counted)
+        counted = lengths > 0
+        drift = _drift(policy[:, 2] - reference[:, 2], counted.any(axis=-1))
     pairs = Pairs(policy[:, :2], reference[:, :2], jnp.maximum(lengths, 1), batch.get("margin", 0.0), drift)
     loss, values = sum_over_pairs(pairs, counted, settings)
     if train:
-        loss = add_layer_losses(loss, sums, 1 / (rows * length))
+        loss = add_layer_losses(loss, sums, loss.count / batch["tokens"].size)
     return loss, values
 
 

@@ -68,6 +68,23 @@ def test_kto_equals_its_reference_value():
     np.testing.assert_allclose(mean_loss(PAIRS._replace(drift=0.05), loss="kto"), 0.493126, rtol=1e-6)
 
 
+def test_kto_of_answers_without_a_partner_equals_its_formula():
+    """The mean of w (1 - sigmoid(b (g - z))) over good answers and of w (1 - sigmoid(b (z - g))) over bad ones."""
+    gains = np.array([1.5, -0.5, 0.25])
+    good = np.array([True, False, False])
+    policy = jnp.zeros((3, 2)).at[jnp.arange(3), jnp.where(good, 0, 1)].set(gains)
+    counted = jnp.stack([good, ~good], axis=1)
+    pairs = Pairs(policy, jnp.zeros((3, 2)), jnp.full((3, 2), 4.0), drift=0.3)
+    settings = PreferenceConfig(loss="kto", beta=0.5, desirable_weight=1.5, undesirable_weight=0.75)
+    loss, further = sum_over_pairs(pairs, counted, settings)
+    weights = np.where(good, 1.5, 0.75)
+    expected = weights * (1 - 1 / (1 + np.exp(-0.5 * np.where(good, gains - 0.3, 0.3 - gains))))
+    np.testing.assert_allclose(loss.total / loss.count, expected.mean(), rtol=1e-6)
+    found = {name: (float(x.total), float(x.count)) for name, x in further.items()}
+    assert found["chosen_reward"] == (0.75, 1) and found["rejected_reward"] == (-0.125, 2)
+    assert found["margin"] == (0, 0) and found["drift"][1] == 3
+
+
 def test_metrics_of_the_pairs():
     loss, further = sum_over_pairs(PAIRS, COUNTED, PreferenceConfig(loss="dpo"))
     found = {name: float(x.total / x.count) for name, x in further.items()}

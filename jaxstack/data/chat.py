@@ -225,7 +225,7 @@ def _encoded(batch: list[_Text], chats: Chats) -> Iterator[_Example]:
     found = tokenizer.encode_marked([example.text for example in batch])
     for example, (ids, places) in zip(batch, found, strict=True):
         answers = _answer_mask(example, places)
-        if chats.template is None:
+        if chats.template is None and example.spans:
             start = np.array([tokenizer.document_start], np.int32)
             ids = np.concatenate([start, ids, start])
             answers = np.concatenate([[False], answers, [True]])
@@ -281,9 +281,13 @@ class _Reader:
         if not self._pairs:
             return [self._text(record, where, score, last=self.chats.config.answers == "last")]
         margin = _margin(record, where)
-        chosen, rejected = _sides(record, where, plain=self.chats.template is None)
-        text = self._text(chosen, f"{where}, chosen", score, last=True)
-        return [dataclasses.replace(text, margin=margin), self._text(rejected, f"{where}, rejected", score, last=True)]
+        least = 1 if "label" in record else 2
+        sides = _sides(_as_pair(record, where), where, plain=self.chats.template is None, least=least)
+        chosen, rejected = (
+            _Text("", [], where, score) if side is None else self._text(side, f"{where}, {name}", score, last=True)
+            for side, name in zip(sides, _SIDES, strict=True)
+        )
+        return [dataclasses.replace(chosen, margin=margin), rejected]
 
     def _text(self, record: dict, where: str, score: float, *, last: bool) -> _Text:
         """Return the text of a chat, or of a prompt with its completion, and the spans of the answers in it."""
@@ -344,29 +348,46 @@ def _pair(record: dict, where: str) -> tuple[str, str]:
     return prompt, completion
 
 
-def _sides(record: dict, where: str, *, plain: bool) -> tuple[dict, dict]:
-    """Return a preference as two records: the prompt with the chosen answer, and with the rejected one.
+def _as_pair(record: dict, where: str) -> dict:
+    """Return a preference with a chosen or a rejected answer, given one with a completion and a label."""
+    if "label" not in record:
+        return record
+    if not isinstance(record["label"], bool) or "completion" not in record:
+        raise ConfigError(
+            f"{where}: an answer with a label has prompt, completion and a label, true if it is good; found label "
+            f"{_shown(record['label'])} and the keys {_keys(record)}"
+        )
+    side = _SIDES[0 if record["label"] else 1]
+    return {
+        **{name: x for name, x in record.items() if name not in ("label", "completion")},
+        side: record["completion"],
+    }
+
+
+def _sides(record: dict, where: str, *, plain: bool, least: int) -> list[dict | None]:
+    """Return a preference as two records: the prompt with the chosen answer, and with the rejected one, or None.
 
     Args:
       record: the preference.
       where: its file and line.
       plain: there is no chat template, so that all of it must be texts.
+      least: fewest answers.
 
     Raises:
       ConfigError: it is no preference, or an answer is empty.
     """
     prompt = record.get("messages", record.get("prompt"))
-    answers = [record.get(side) for side in _SIDES]
-    if prompt is None or None in answers:
+    answers = {side: record[side] for side in _SIDES if record.get(side) is not None}
+    if prompt is None or len(answers) < least:
         raise ConfigError(
             f"{where}: a preference has a prompt or messages, a chosen and a rejected answer; its keys: {_keys(record)}"
         )
-    if plain and not all(isinstance(part, str) for part in (prompt, *answers)):
+    if plain and not all(isinstance(part, str) for part in (prompt, *answers.values())):
         raise ConfigError(
             f"{where}: without a chat template prompt, chosen and rejected are texts; for messages set "
             "data.chat.template"
         )
-    for side, answer in zip(_SIDES, answers, strict=True):
+    for side, answer in answers.items():
         turns = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
         if (
             not turns
@@ -379,8 +400,10 @@ def _sides(record: dict, where: str, *, plain: bool) -> tuple[dict, dict]:
                 f"{where}: {side} is the answer, a text or messages that begin with the role assistant; found "
                 f"{_shown(turns[0])}; put the messages before it into prompt"
             )
-    one, other = ({"prompt": prompt, "completion": answer, "tools": record.get("tools")} for answer in answers)
-    return one, other
+    tools = record.get("tools")
+    return [
+        {"prompt": prompt, "completion": answers[side], "tools": tools} if side in answers else None for side in _SIDES
+    ]
 
 
 def _margin(record: dict, where: str) -> float:

@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxstack.errors import ConfigError
+
 IGNORE = -100
 
 
@@ -272,7 +274,11 @@ class PairRows(ExampleRows):
     Args:
       examples: preferences.
       sequence_length: T.
-      mismatched: add to each pair its prompt with the chosen answer of the next pair, cut after T tokens.
+      mismatched: add to each pair its prompt with the chosen answer of the next pair (the rejected one if that has no
+        other), cut after T tokens. An answer of a pair may then be missing, and has no labels.
+
+    Raises:
+      ConfigError: an answer is missing, without `mismatched`.
     """
 
     def __init__(self, examples: ExampleSet, sequence_length: int, *, mismatched: bool = False):
@@ -282,8 +288,14 @@ class PairRows(ExampleRows):
         begins, lengths, _, labels = (x.reshape(-1, 2) for x in _measure(examples, sequence_length))
         self._begins = begins
         self._ends = begins + lengths
+        if not mismatched and (lengths == 0).any():
+            alone = int((lengths == 0).any(axis=1).sum())
+            raise ConfigError(
+                f"{alone:,} of {len(lengths):,} preferences have one answer only, which is for preference.loss=kto; "
+                "set that, or give each a chosen and a rejected answer."
+            )
         long = (lengths > sequence_length).any(axis=1)
-        chosen = np.flatnonzero(~long & (labels > 0).all(axis=1))
+        chosen = np.flatnonzero(~long & ((labels > 0) | (lengths == 0)).all(axis=1) & (labels > 0).any(axis=1))
         self.fitted = LengthStatistics(
             len(lengths), int(long.sum()), int(lengths.max(initial=0)), len(lengths) - len(chosen)
         )
@@ -314,16 +326,22 @@ class PairRows(ExampleRows):
         pair = self._pairs[row]
         texts = [self._text(pair, side) for side in (0, 1)]
         if self._mismatched:
-            texts.append(self._with_answer_of(texts[0], self._text(self._pairs[(row + 1) % self.count], 0)))
+            texts.append(
+                self._with_answer_of(self._first_text(pair), self._first_text(self._pairs[(row + 1) % self.count]))
+            )
         for side, (ids, answers) in enumerate(texts):
             tokens[side, : len(ids)] = ids
-            labels[side, : len(ids) - 1] = np.where(answers[1:], ids[1:], IGNORE)
+            labels[side, : max(len(ids) - 1, 0)] = np.where(answers[1:], ids[1:], IGNORE)
         return {"tokens": tokens, "labels": labels, "margin": np.asarray(self._examples.margins[pair]), **known}
 
     def _text(self, pair: int, side: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and answer mask [n] of a prompt with its chosen (side 0) or rejected answer."""
         part = slice(self._begins[pair, side], self._ends[pair, side])
         return self._examples.ids[part], self._examples.answers[part]
+
+    def _first_text(self, pair: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and answer mask of the chosen answer, or of the rejected one if there is no other."""
+        return self._text(pair, 0 if self._ends[pair, 0] > self._begins[pair, 0] else 1)
 
     def _with_answer_of(
         self, text: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]

@@ -397,6 +397,24 @@ def test_mismatched_rows_have_the_prompt_with_the_answer_of_the_next_pair(opened
     assert all(row["tokens"].shape == (3, 16) for row in rows_of(short))
 
 
+def test_answers_without_a_partner_have_a_label(opened):
+    """As TRL's unpaired preferences: the row of the other answer is empty, and kto alone takes them."""
+    records = [{"prompt": f"{i}", "completion": f" {i} yes", "label": i % 2 == 0} for i in range(4)]
+    data = opened(records, format="preference", more={"mismatched": True})
+    rows = rows_of(data)
+    for number, row in enumerate(rows):
+        answers = [learnt(data, {"labels": x}) for x in row["labels"]]
+        own = [f" {number} yes<|im_end|>"]
+        assert answers[:2] == ([own, []] if number % 2 == 0 else [[], own])
+        assert answers[2] == [f" {(number + 1) % 4} yes<|im_end|>"]
+    plain = opened(records, format="preference", more={"mismatched": True}, template="none")
+    assert (rows_of(plain)[0]["tokens"][1] == 0).all() and (rows_of(plain)[1]["labels"][0] == -100).all()
+    with pytest.raises(ConfigError, match="4 of 4 preferences have one answer only, which is for preference.loss=kto"):
+        opened(records, format="preference")
+    with pytest.raises(ConfigError, match="a label, true if it is good; found label 1"):
+        opened([{**records[0], "label": 1}], format="preference", more={"mismatched": True})
+
+
 def test_pairs_that_are_too_long_are_refused_or_left_out_but_never_cut(opened):
     records = [PREFERENCE, {"prompt": "p", "chosen": "a", "rejected": "b " * 100}]
     with pytest.raises(ConfigError, match=r"1 of 2 pairs .* set data.chat.too_long to drop, as answers are not cut"):
