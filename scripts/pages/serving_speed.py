@@ -23,6 +23,7 @@ _READ_SPEED = 4.3e12
 """Bytes/s at which the memory of an H200 was measured to be read."""
 _THROUGHPUT = re.compile(r"serve (\S+) throughput prompt (\d+) tokens (\d+) .*")
 _BESIDE = re.compile(r"serve (\S+) (latency|throughput) prompt (\d+) tokens (\d+) .*")
+_FILLED = re.compile(r"generate qwen3-next-8l(-attention)? batch (\d+) prompt (\d+) \w+: steps, filled")
 _DECODING = re.compile(r"generate (\S+) batch (\d+) prompt (\d+) \w+: steps")
 
 
@@ -46,6 +47,22 @@ def decoding() -> str:
                       f"{speeds[1]:,.0f}", f"{speeds[0] / speeds[1]:.2f}"])  # fmt: skip
     titles = ["model, texts x prompt", "tokens/s", "of the memory's bandwidth", "compiled PyTorch", "ratio"]
     return f"{table(titles, lines)}\n\n{provenance(run[0])}"
+
+
+def hybrids() -> str:
+    """Return steps of a hybrid and of the Transformer of its size, compared where they are of one commit and machine."""
+    rows = [row for row in read_all(RESULTS / "generate.jsonl") if _FILLED.fullmatch(row["work"])]
+    found = dict[tuple[int, int, str], dict[bool, Row]]()
+    for row in sorted(rows, key=lambda row: row["date"]):
+        attention, batch, tokens = _FILLED.fullmatch(row["work"]).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        found.setdefault((int(tokens), int(batch), row["commit"][:7]), {})[attention is not None] = row
+    lines = []
+    for (tokens, batch, commit), both in sorted(found.items()):
+        cells = [f"{both[kind]['milliseconds']:.2f}" if kind in both else "" for kind in (False, True)]
+        ratio = both[True]["milliseconds"] / both[False]["milliseconds"] if len(both) == 2 else None
+        lines.append([f"{batch} x {tokens:,}", *cells, f"{ratio:.2f}" if ratio else "", commit])
+    titles = ["texts x tokens in the cache", "hybrid, ms", "Transformer, ms", "times as fast", "commit"]
+    return f"{table(titles, lines)}\n\n{', '.join(dict.fromkeys(row['device'] for row in rows))}."
 
 
 def engine() -> str:
@@ -236,6 +253,7 @@ def published() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "decoding": decoding,
     "paged attention": paged_attention,
+    "hybrids": hybrids,
     "engine": engine,
     "vllm": beside_vllm,
     "optimum": optimum,
