@@ -50,14 +50,14 @@ def decoding() -> str:
 
 
 def hybrids() -> str:
-    """Return steps of a hybrid and of the Transformer of its size, compared where they are of one commit and machine."""
+    """Return steps of a hybrid and of a Transformer of its size, compared where they are of one commit and machine."""
     rows = [row for row in read_all(RESULTS / "generate.jsonl") if _FILLED.fullmatch(row["work"])]
     found = dict[tuple[int, int, str], dict[bool, Row]]()
     for row in sorted(rows, key=lambda row: row["date"]):
         attention, batch, tokens = _FILLED.fullmatch(row["work"]).groups()  # pyright: ignore[reportOptionalMemberAccess]
         found.setdefault((int(tokens), int(batch), row["commit"][:7]), {})[attention is not None] = row
     lines = []
-    for (tokens, batch, commit), both in sorted(found.items()):
+    for (tokens, batch, commit), both in sorted(found.items(), key=lambda item: item[0][:2]):  # then by date
         cells = [f"{both[kind]['milliseconds']:.2f}" if kind in both else "" for kind in (False, True)]
         ratio = both[True]["milliseconds"] / both[False]["milliseconds"] if len(both) == 2 else None
         lines.append([f"{batch} x {tokens:,}", *cells, f"{ratio:.2f}" if ratio else "", commit])
