@@ -81,7 +81,7 @@ class MemoryCheckpoints:
         self._holders = find_holders([member.node for member in self._members])
         self._client = self._client_of(self._holders[self._rank]) if self._server is not None else None
         self._source: Sequence[shard_files.Folder] = ()
-        """What `latest_step` has found to restore from."""
+        """The folders that `latest_step` has found to restore from."""
         self.newest = -1
         """Step of the newest copy that all processes have; -1: none."""
         self.blocked_seconds = 0.0

@@ -1,4 +1,4 @@
-"""What the processes of a run tell one another of their copies in memory: which a node has, and its room for them."""
+"""Messages between the processes of a run about their copies in memory: which a node has, and its room for them."""
 
 import collections
 import dataclasses
@@ -59,7 +59,7 @@ def check_room(members: Sequence[Member]) -> None:
 
 
 class Location(NamedTuple):
-    """Where copies of one part are: the process that can read them from its node's folder, and their place there."""
+    """Place of copies of one part: the process that can read them from its node's folder, and their name there."""
 
     member: int
     place: str

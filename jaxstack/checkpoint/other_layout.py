@@ -41,7 +41,7 @@ class PartCopy:
 
 @dataclasses.dataclass
 class Gathered:
-    """What `gather` has found: the folders to read from, or why there are none."""
+    """Result of `gather`: the folders to read from, or why there are none."""
 
     folders: list[shard_files.Folder] = dataclasses.field(default_factory=list)
     """Folders that have all shards of this process between them; the first one has the files without arrays too."""

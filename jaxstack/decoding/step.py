@@ -45,7 +45,7 @@ _SCORE_BLOCK = 64
 
 
 class StepVariant(NamedTuple):
-    """What differs between the programs of a step of the same shapes."""
+    """Options in which the programs of a step of the same shapes differ."""
 
     halves: bool = False
     """Run the model on two halves of the tokens in turn."""

@@ -1,4 +1,4 @@
-"""What layers return beside the residual stream: losses of their own, and sums for the metrics, by name."""
+"""Values that layers return apart from the residual stream: their own losses, and sums for the metrics, by name."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable

@@ -46,7 +46,7 @@ class AfterReasoning:
         """Tokens before the reasoning or the answer."""
         paths = [self._opening, self._plain] if self._plain else [self._opening][: len(self._opening) == 1]
         self._paths = [] if begun else paths
-        """How the text goes on before the reasoning or the answer; []: one of them has begun."""
+        """Ways in which the text may go on before the reasoning or the answer; []: one of them has begun."""
 
     def fill_mask(self, mask: np.ndarray) -> None:
         if self._reasons:

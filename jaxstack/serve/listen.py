@@ -53,7 +53,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Application(Protocol):
-    """What `run_server` serves: an ASGI application with limits, which can refuse the requests that are left."""
+    """ASGI application with limits that `run_server` serves, which can refuse the requests that are left."""
 
     app: Starlette
     config: ServerConfig
@@ -188,7 +188,7 @@ def is_loopback(bound: socket.socket) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """What happens beside the answers of a server: messages, a task, and what its end begins with."""
+    """Work of a server apart from its answers: messages, a task, and the beginning of its end."""
 
     unfinished: Callable[[], int]
     """Returns the number of requests that are not answered yet."""

@@ -141,7 +141,7 @@ class MessagesTool(Component):
 
 
 class ToolSelection(Component):
-    """Whether the answer calls a tool, and which."""
+    """Choice of the tool that the answer calls, if any."""
 
     type: Literal["auto", "any", "tool", "none"]
     """auto: the model decides; any: it must call one; tool: the one of `name`; none: it calls none."""
@@ -152,7 +152,7 @@ class ToolSelection(Component):
 
 
 class Thinking(Component):
-    """Whether the model reasons first, for templates with a variable `enable_thinking`."""
+    """Switch for reasoning before the answer, for templates with a variable `enable_thinking`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     """disabled: it does not."""
@@ -191,9 +191,9 @@ class CountRequest(Component):
     tools: Annotated[list[MessagesTool], Field(max_length=1024, fail_fast=True)] | None = None
     """Tools that the model may call."""
     tool_choice: ToolSelection | None = None
-    """Whether it calls one."""
+    """Choice of the tool."""
     thinking: Thinking | None = None
-    """Whether it reasons first."""
+    """Switch for reasoning."""
     output_config: OutputConfig | None = None
     """Format of the answer, and how long the model reasons."""
 

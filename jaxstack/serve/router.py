@@ -60,7 +60,7 @@ class EngineNotice(Component):
     model: str
     """Name of its model."""
     failure: str | None = None
-    """What is wrong with it; None: nothing."""
+    """Reason why it gets no requests; None: it is well."""
     draining: bool = False
     """True if it takes no more requests."""
 

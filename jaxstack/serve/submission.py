@@ -34,7 +34,7 @@ _MOST_COMPILING = 2
 _GRAMMAR_SECONDS = 10.0
 """Time limit for compiling a grammar, which cannot be interrupted when its client goes away."""
 SHUTS_DOWN = "the server is shutting down."
-"""Why requests are refused at the end."""
+"""Message with which requests are refused during the shutdown."""
 
 
 class Submissions:

@@ -56,7 +56,7 @@ _HALFWAY = 16
 
 
 class Solved(NamedTuple):
-    """What the recurrences multiply: the queries and keys, and the matrices of each chunk, all in `FINE`."""
+    """Operands of the recurrences: the queries and keys, and the matrices of each chunk, all in `FINE`."""
 
     q: Float[Array, "B T K D"]
     k: Float[Array, "B T K D"]

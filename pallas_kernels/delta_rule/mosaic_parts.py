@@ -1,4 +1,4 @@
-"""What the Hopper kernels of the gated delta rule share: their constants, and the state from chunk to chunk.
+"""Parts that the Hopper kernels of the gated delta rule share: their constants, and the state from chunk to chunk.
 
 Dims: C tokens of a chunk, D key width.
 """

@@ -49,7 +49,7 @@ class _Outputs(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What a program computes: sequence, group, the first head, its first own chunk, and the one after its last."""
+    """Part of a program: sequence, group, the first head, its first own chunk, and the one after its last."""
 
     batch: Index
     group: Index

@@ -87,7 +87,7 @@ class _Outputs(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a program works: sequence, chunk, group, part of the heads of the group, first head, number of heads."""
+    """Place of a program: sequence, chunk, group, part of the heads of the group, first head, number of heads."""
 
     batch: Index
     chunk: Index

@@ -1,4 +1,4 @@
-"""What the Hopper kernels of the state space layer share: their constants, factors of tokens, and small parts.
+"""Parts that the Hopper kernels of the state space layer share: their constants, factors of tokens, and small parts.
 
 Dims: B batch, T tokens, n chunks of C tokens, N heads of P channels, G groups, S state width.
 """

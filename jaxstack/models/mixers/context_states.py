@@ -1,4 +1,4 @@
-"""How recurrent mixers compute sequences that are split over the devices of `context`.
+"""Computes recurrent mixers on sequences that are split over the devices of `context`.
 
 By an all-to-all each device gets whole sequences of a part of the heads; or each device computes its parts of the
 sequences, of all heads, and all devices gather what each part does to the states (`pallas_kernels.sequence_shards`).
