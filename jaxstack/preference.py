@@ -22,6 +22,7 @@ from jaxstack.loss import IGNORE, Batch, LossSum, add_layer_losses, token_losses
 from jaxstack.models import Transformer
 from jaxstack.models.adapters import without_adapters
 from jaxstack.models.layer_sums import LayerSums
+from jaxstack.parallel.shard_map_layers import context_axis, sum_over_sequence
 from jaxstack.parallel.sharding_context import sum_over_batch
 
 
@@ -282,7 +283,8 @@ def preference_loss(
       model: the trained model. If the loss needs a reference, that is its companion `reference`, or without one the
         model without its adapters.
       batch: `tokens`, `labels` int32 [P, 2, T] of the chosen and the rejected answer of each pair. Tokens with the
-        label -100 do not count, nor do pairs of which an answer has no label. Optionally `margin` [P] float32. With
+        label -100 do not count, nor do pairs of which an answer has no label; for kto each answer counts by itself, and
+        only the metrics of pairs leave such a pair out. Optionally `margin` [P] float32. With
         `cache_reference` the answers' log-probabilities under the reference are `reference` [P, 2] float32. A
         reward model reads the reward at the token after the last one with a label, the answer's stop token. For kto
         rows are [P, 3, T], see `jaxstack.data.token_rows.PairRows`.
@@ -300,13 +302,13 @@ def preference_loss(
         with jax.named_scope("reference"):
             reference, _ = _answer_sums(model.reference or without_adapters(model), batch)
     reference = jax.lax.stop_gradient(reference)
-    lengths = jnp.sum(labels[:, :2] != IGNORE, axis=-1, dtype=jnp.float32)
+    lengths = sum_over_sequence(jnp.sum(labels[:, :2] != IGNORE, axis=-1, dtype=jnp.float32))
     counted = (lengths > 0).all(axis=-1)
     if settings.method.mismatched:
         counted = lengths > 0
         drift = _drift(policy[:, 2] - reference[:, 2], counted.any(axis=-1))
     pairs = Pairs(policy[:, :2], reference[:, :2], jnp.maximum(lengths, 1), batch.get("margin", 0.0), drift)
-    loss, values = sum_over_pairs(pairs, counted, settings)
+    loss, values = jax.tree.map(lambda x: x * _share(), sum_over_pairs(pairs, counted, settings))
     if train:
         loss = add_layer_losses(loss, sums, loss.count / batch["tokens"].size)
     return loss, values
@@ -321,17 +323,22 @@ def reference_sums(model: Transformer, batch: Batch, *, pairs: int) -> tuple[Los
       pairs: number of pairs of the global batch.
     """
     sums, _ = _answer_sums(model, batch)
-    placed = jnp.zeros((pairs, sums.shape[1])).at[batch["index"]].add(sums)
+    placed = jnp.zeros((pairs, sums.shape[1])).at[batch["index"]].add(sums * _share())
     return LossSum(jnp.zeros(()), jnp.zeros(())), {"sums": LossSum(placed, jnp.zeros(()))}
 
 
 def _answer_sums(model: Transformer, batch: Batch, with_losses: bool = False) -> tuple[jax.Array, LayerSums]:
     """Return the answers' log-probabilities, summed over their tokens, [P, rows] float32, and the layers' sums."""
-    tokens, labels = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "labels"))
-    hidden, sums = model.hidden_and_sums(tokens, with_losses=with_losses)
+    tokens, labels, positions = _sequences(batch)
+    hidden, sums = model.hidden_and_sums(tokens, positions=positions, with_losses=with_losses)
     with jax.named_scope("loss"):
         losses = token_losses(model, hidden, labels)
-    return -jnp.sum(losses, axis=-1).reshape(batch["labels"].shape[:2]), sums
+    return -sum_over_sequence(jnp.sum(losses, axis=-1)).reshape(batch["labels"].shape[:2]), sums
+
+
+def _share() -> jax.Array:
+    """Return the share of a pair that a device counts: devices with parts of one sequence all have its whole sums."""
+    return 1 / sum_over_sequence(jnp.ones(()))
 
 
 def _drift(gains: jax.Array, counted: jax.Array) -> jax.Array:
@@ -344,16 +351,27 @@ def _drift(gains: jax.Array, counted: jax.Array) -> jax.Array:
 
 def _rewards(model: Transformer, batch: Batch, with_losses: bool = False) -> tuple[jax.Array, LayerSums]:
     """Return the rewards of the answers of each pair, [P, 2] float32, and the layers' sums."""
-    tokens, labels = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "labels"))
+    tokens, labels, positions = _sequences(batch)
+    places = jnp.arange(tokens.shape[-1]) if positions is None else positions
+    after_labels = 1 + jnp.max(jnp.where(labels != IGNORE, places, -1), axis=-1)
     length = tokens.shape[-1]
-    after_labels = length - jnp.argmax(labels[:, ::-1] != IGNORE, axis=-1)
-    rewards, sums = model.rewards(tokens, jnp.minimum(after_labels, length - 1), with_losses=with_losses)
+    if (axis := context_axis()) is not None:
+        after_labels = jax.lax.pmax(after_labels, axis)
+        length = length * jax.lax.axis_size(axis)
+    last = jnp.minimum(after_labels, length - 1)
+    rewards, sums = model.rewards(tokens, last, positions=positions, with_losses=with_losses)
     return rewards.reshape(-1, 2), sums
+
+
+def _sequences(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return tokens, labels and positions of all answers, int32 [P rows, T]; positions are None if they count up."""
+    length = batch["tokens"].shape[-1]
+    positions = batch["positions"].reshape(-1, length) if "positions" in batch else None
+    return batch["tokens"].reshape(-1, length), batch["labels"].reshape(-1, length), positions
 
 
 _EXCLUDED = (
     ("pipeline", "the loss compares whole sequences, which no stage has", "parallel.pipeline"),
-    ("context parallelism", "the two sequences of a pair are not split", "parallel.context"),
     ("dropout", "rewards are differences to a model without dropout", "model.dropout"),
     ("batch ramp", "it counts the tokens of single sequences", "train.batch_ramp"),
     ("distillation", "both are losses of the whole run", "distill.teacher"),

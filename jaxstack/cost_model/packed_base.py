@@ -9,6 +9,7 @@ import jax
 
 from jaxstack.checkpoint import compressed
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.errors import ConfigError
 from jaxstack.local_sgd.folder import FolderDiLoCo
 from jaxstack.run_config import RunConfig
 from jaxstack.stored.run_directory import PACKED_BASE, base_weights
@@ -26,11 +27,19 @@ def find_packed_base(config: RunConfig, say: Callable[[str], None] = lambda line
     Args:
       config: configuration of the run, whose layout is resolved.
       say: called with the reason why a packed model is read as plain numbers.
+
+    Raises:
+      ConfigError: the run goes on from one that keeps its base packed, which this layout or precision does not support.
     """
     if not config.adapters.rules:
         return None
     for owner in (config.directory, config.run.branch_from):
         if owner is not None and compressed.is_compressed(Path(owner) / PACKED_BASE):
+            if reason := _unpacked_reason(config):
+                raise ConfigError(
+                    f"{owner} trains adapters beside weights that stay packed, which this run cannot: {reason}; "
+                    "go on with the settings that it began with, or start a new run from its base."
+                )
             return Path(owner) / PACKED_BASE
     source = config.run.init_from
     if source is None or not compressed.is_compressed(source):

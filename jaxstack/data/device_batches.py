@@ -113,16 +113,16 @@ class BatchPlacement:
         return _put_batch(arranged, BatchShardings(self.rules, rows), rows)
 
 
-class BatchShardings(dict[str, NamedSharding]):
-    """Dict from the name of an array in batches of `rows` rows, such as `tokens`, to its sharding; filled on access."""
+class BatchShardings:
+    """Shardings of the arrays of batches of `rows` rows."""
 
     def __init__(self, rules: AxisRules, rows: int):
-        super().__init__()
         self._rules = rules
         self._rows = rows
 
-    def __missing__(self, name: str) -> NamedSharding:
-        return self._rules.sharding(self._rules.batch_spec((self._rows,), name))
+    def of(self, name: str, ndim: int) -> NamedSharding:
+        """Return the sharding of an array of `ndim` dims with the given name, such as `tokens`."""
+        return self._rules.sharding(self._rules.batch_spec((self._rows, *(1,) * (ndim - 1)), name))
 
 
 def arrange(batch: HostBatch, rules: AxisRules) -> HostBatch:
@@ -137,13 +137,14 @@ def arrange(batch: HostBatch, rules: AxisRules) -> HostBatch:
     if parts == 1 or "tokens" not in batch:
         return batch
     shape = np.shape(batch["tokens"])
-    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    positions = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
     try:
-        order = sequence_order(shape[1], parts)
+        order = sequence_order(shape[-1], parts)
     except ValueError as error:
         raise ConfigError(f"parallel.context={parts}: {error}.") from None
     whole = {"positions": positions, **batch}
-    return {name: np.asarray(x)[:, order] if name in SEQUENCES else x for name, x in whole.items()}
+    axis = len(shape) - 1
+    return {name: np.take(np.asarray(x), order, axis) if name in SEQUENCES else x for name, x in whole.items()}
 
 
 def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -157,7 +158,7 @@ def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, j
 
     def describe(name: str, x: np.ndarray) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
-        return jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), dtype, sharding=shardings[name])
+        return jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), dtype, sharding=shardings.of(name, np.ndim(x)))
 
     return {name: describe(name, x) for name, x in arrange(batch, rules).items()}
 
@@ -215,7 +216,7 @@ def put_rows(sharding: Sharding, rows: np.ndarray, global_shape: tuple[int, ...]
 
 
 def device_batches(
-    batches: Iterator[HostBatch], sharding: Sharding | Mapping[str, Sharding], *,
+    batches: Iterator[HostBatch], sharding: Sharding | Mapping[str, Sharding] | BatchShardings, *,
     global_batch_size: int | None = None, depth: int = 2, host_depth: int = 4,
 ) -> Iterator[tuple[dict[str, jax.Array], float]]:  # fmt: skip
     """Yield batches as sharded global arrays, copying `depth` of them to the devices ahead of the one in use.
@@ -250,17 +251,21 @@ def device_batches(
 
 
 def _put_batch(
-    batch: HostBatch, sharding: Sharding | Mapping[str, Sharding], global_batch_size: int | None
+    batch: HostBatch, sharding: Sharding | Mapping[str, Sharding] | BatchShardings, global_batch_size: int | None
 ) -> dict[str, jax.Array]:
     if jax.process_count() == 1:
-        return jax.device_put(dict(batch), {name: _sharding_of(sharding, name) for name in batch})
+        return jax.device_put(
+            dict(batch), {name: _sharding_of(sharding, name, np.ndim(x)) for name, x in batch.items()}
+        )
     placed = {}
     for name, rows in batch.items():
         if global_batch_size is None:
             raise JaxstackError("device_batches needs global_batch_size if there are several processes")
-        placed[name] = put_rows(_sharding_of(sharding, name), rows, (global_batch_size, *rows.shape[1:]))
+        placed[name] = put_rows(_sharding_of(sharding, name, rows.ndim), rows, (global_batch_size, *rows.shape[1:]))
     return placed
 
 
-def _sharding_of(sharding: Sharding | Mapping[str, Sharding], name: str) -> Sharding:
+def _sharding_of(sharding: Sharding | Mapping[str, Sharding] | BatchShardings, name: str, ndim: int) -> Sharding:
+    if isinstance(sharding, BatchShardings):
+        return sharding.of(name, ndim)
     return sharding[name] if isinstance(sharding, Mapping) else sharding

@@ -30,6 +30,7 @@ from jaxstack.models.per_layer_embedding import PerLayerEmbedding
 from jaxstack.models.rope import rope_cos_sin
 from jaxstack.models.stack import Caches, Stack
 from jaxstack.parallel import batch_shards, gather_parameter, shard, splits_length
+from jaxstack.parallel.shard_map_layers import sum_over_sequence
 from jaxstack.precision import PrecisionConfig
 from pallas_kernels import PackedWeight, packed_matmul
 from pallas_kernels.batch_invariant.mode import is_batch_invariant
@@ -111,18 +112,25 @@ class Transformer(nnx.Module):
         self.reward_head = nnx.Param(jnp.zeros(self.config.hidden_size, jnp.float32), logical_axes=("norm",))
 
     def rewards(
-        self, tokens: Int[Array, "B T"], last: Int[Array, " B"], *, with_losses: bool = False
+        self,
+        tokens: Int[Array, "B T"],
+        last: Int[Array, " B"],
+        *,
+        positions: Int[Array, "#B T"] | None = None,
+        with_losses: bool = False,
     ) -> tuple[Float[Array, " B"], LayerSums]:
         """Compute float32 rewards of sequences, from the hidden state of the last token of each, and the layers' sums.
 
         Args:
           tokens: int32 token ids, each row padded at its end.
           last: position of each row's last token.
+          positions: see `hidden_and_sums`.
           with_losses: see `hidden_and_sums`.
         """
         assert self.reward_head is not None, "the model has no reward head"
-        hidden, sums = self.hidden_and_sums(tokens, with_losses=with_losses)
-        chosen = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        hidden, sums = self.hidden_and_sums(tokens, positions=positions, with_losses=with_losses)
+        places = jnp.arange(tokens.shape[1]) if positions is None else positions
+        chosen = sum_over_sequence(jnp.sum(jnp.where((places == last[:, None])[..., None], hidden, 0), axis=1))
         return jnp.sum(chosen.astype(jnp.float32) * self.reward_head[...], axis=-1), sums
 
     @property

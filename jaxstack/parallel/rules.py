@@ -184,11 +184,16 @@ class AxisRules:
         return tuple(a for a in ("data", "fsdp", "expert", "context") if self.mesh.shape[a] > 1)
 
     def batch_spec(self, shape: Sequence[int], name: str = "") -> PartitionSpec:
-        """Return the PartitionSpec of an array of a batch: rows over the batch axes, sequences also over `context`."""
+        """Return the PartitionSpec of an array of a batch: rows over the batch axes, sequences also over `context`.
+
+        The tokens of a sequence are the last dim; several sequences of a row, such as a pair of answers, lie before it.
+        """
         rows = self.spec(("batch",), shape[:1])
         length = self.spec(("length",)) if name in SEQUENCES else PartitionSpec()
         # A spec without the undivided length also fits one number per row, such as the labels of a classifier.
-        return PartitionSpec(*rows, *(length if any(length) else ()))
+        if not any(length):
+            return PartitionSpec(*rows)
+        return PartitionSpec(*rows, *(None,) * (len(shape) - 2), *length)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """Return the NamedSharding on this mesh of `spec`, a PartitionSpec of mesh axes."""

@@ -111,6 +111,12 @@ def context_axis() -> str | None:
     return "context" if split else None
 
 
+def sum_over_sequence(x: jax.Array) -> jax.Array:
+    """Sum an array over the devices that each hold a part of the sequences; unchanged where all hold them whole."""
+    axis = context_axis()
+    return x if axis is None else jax.lax.psum(x, axis)
+
+
 def context_bandwidth() -> float:
     """Return the bytes per second that a device sends along `context`: less if its devices are of several processes.
 

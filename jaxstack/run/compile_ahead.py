@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 
+from jaxstack.cost_model.packed_base import find_packed_base, packed_weights
 from jaxstack.data.batch_source import BatchSource
 from jaxstack.data.device_batches import BatchShardings
 from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError
 from jaxstack.run.build import make_trainer
+from jaxstack.run.packed_base import packed_view
 from jaxstack.run.setting import after_loss
 from jaxstack.run_config import RunConfig
 
@@ -67,11 +69,13 @@ class CompileAhead:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
         began = time.monotonic()
         try:
-            trainer = make_trainer(config, self._data, devices)
+            base = packed_view(packed_weights(find_packed_base(config)))
+            trainer = make_trainer(config, self._data, devices, base=base)
             rows = config.train.global_batch_size
             shardings = BatchShardings(trainer.rules, rows)
             shapes = {
-                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name]) for name, x in batch.items()
+                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings.of(name, x.ndim))
+                for name, x in batch.items()
             }
             trainer.program.compile(trainer.program.lower(shapes))
         except Exception as error:  # the run does not depend on it

@@ -24,7 +24,7 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
     value_dim: tl.constexpr = plan.value_dim
     key_block: tl.constexpr = plan.key_block
     head = tl.program_id(0) // plan.row_blocks
-    sequence = tl.program_id(1)
+    sequence = tl.program_id(1).to(tl.int64)  # a batch of whole sequences has more than 2^31 numbers
     part = tl.program_id(2)
     length = tl.load(lengths + sequence)
     row = tl.program_id(0) % plan.row_blocks * padded_rows + tl.arange(0, padded_rows)
@@ -100,7 +100,7 @@ def combine_kernel(partial, log_sums, sinks, out, plan: tl.constexpr):
     """Combine one query's attention outputs over the ranges of its sequence's keys; `out` is [B, T, N, H]."""
     padded_ranges: tl.constexpr = plan.padded_ranges
     value_dim: tl.constexpr = plan.value_dim
-    sequence = tl.program_id(0)
+    sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = tl.program_id(2)
     part = tl.arange(0, padded_ranges)

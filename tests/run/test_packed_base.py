@@ -15,6 +15,7 @@ from jaxstack.config.loader import build_component
 from jaxstack.cost_model.cluster import parse_cluster
 from jaxstack.cost_model.forecast import forecast
 from jaxstack.cost_model.packed_base import PACKED_STATE, PackedSize, find_packed_base, packed_weights
+from jaxstack.errors import ConfigError
 from jaxstack.module_arrays.packed_base import NAME
 from jaxstack.parallel import ParallelConfig
 from jaxstack.run.convert import export_checkpoint
@@ -128,6 +129,8 @@ def test_a_stopped_run_goes_on_without_the_weights_that_it_started_from(folder, 
     shutil.rmtree(folder / "moved" / "compressed")
     _, _, found = run(folder, "stopped", folder / "stopped" / "config.yaml", "train.steps=4")
     np.testing.assert_allclose(found, both[0][2], rtol=1e-5)
+    with pytest.raises(ConfigError, match="which this run cannot: parallel.tensor splits them"):
+        find_packed_base(load_config(folder / "stopped" / "config.yaml", ["parallel.tensor=2"]))
 
 
 def test_the_forecast_counts_packed_bytes(folder, both):

@@ -96,6 +96,9 @@ def test_a_cached_reference_gives_the_same_run(folder, tuned, monkeypatch):
     assert (found["loss"], found["eval_loss"]) == pytest.approx((tuned["loss"], tuned["eval_loss"]), rel=1e-5)
     steps = [line for line in metrics_of(folder / "cached") if "loss" in line]
     assert steps[0]["loss"] == LOG_2 and abs(steps[0]["margin"]) < 1e-6
+    split = [*cached, "run.name=split", "parallel.context=2", "parallel.fsdp=2", "train.steps=1"]
+    first = train(load_config(folder / "dpo.yaml", split)).metrics
+    assert first["loss"] == LOG_2 and abs(first["margin"]) < 1e-5
     # The same values are read, those of other rows are not.
     monkeypatch.setattr("jaxstack.run.reference._Reference", None)
     again = train(load_config(folder / "dpo.yaml", [*cached, "run.name=again", "train.steps=1"])).metrics
