@@ -73,7 +73,11 @@ def make_parser() -> CommandParser:
         help="serve with N engines of this host behind a router; on several nodes of a Slurm or indexed Kubernetes job "
         "with N engines of each, and the router on the first",
     )
-    parser.add_argument("--router", metavar="URL", help="be an engine of the router at http://HOST:PORT")
+    parser.add_argument(
+        "--router",
+        metavar="URL",
+        help="be an engine of the router at http://HOST:PORT, with the router's JAXSTACK_ENGINE_KEY",
+    )
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to load (default: the newest)")
     return add_examples(
         parser,
@@ -99,21 +103,23 @@ def _serve(args: argparse.Namespace) -> int | None:
     own = [override for override in args.overrides if override.startswith(("engine.", "server."))]
     config = build_component(ServeConfig, merge_overrides({}, own), "the settings", own)
     others = [override for override in args.overrides if override not in own]
-    key = _read_key()
+    key = _read_key(API_KEY)
     try:
         from jaxstack.serve.answers import ChatFormatter
         from jaxstack.serve.engine import open_engine
-        from jaxstack.serve.listen import bind, serve
+        from jaxstack.serve.listen import bind, check_router, serve
         from jaxstack.serve.pair_scores import Classifier
-        from jaxstack.serve.registration import parse_url
+        from jaxstack.serve.registration import ENGINE_KEY, parse_url
         from jaxstack.serve.replicas import serve_replicas
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'jaxstack[serve]'.") from None
+    engine_key = _read_key(ENGINE_KEY)
     if args.replicas is not None and not args.plan:
-        return serve_replicas(args, config.server, key, _report)
-    router = None if args.router is None else parse_url(args.router)
+        return serve_replicas(args, config.server, key, engine_key, _report)
+    address = None if args.router is None else parse_url(args.router)
     with contextlib.ExitStack() as stack:
         bound = None if args.plan else stack.enter_context(contextlib.closing(bind(args.host, args.port)))
+        router = None if bound is None or address is None else check_router(address, bound, engine_key)
         from jaxstack.run.adapters import read_adapter
         from jaxstack.run.load import find_reward_head, load
 
@@ -170,18 +176,18 @@ def _plan(model: "Decoder", config: "EngineConfig", draft: "Decoder | None") -> 
     return "\n".join([*lines, describe_memory(first, config, None if draft is None else split_replicas(draft)[0])])
 
 
-def _read_key() -> str | None:
-    """Return the API key; None if there is none.
+def _read_key(variable: str) -> str | None:
+    """Return the key in an environment variable; None if there is none.
 
     Raises:
-      ConfigError: it is empty, or no client could send it.
+      ConfigError: it is empty, or nobody could send it.
     """
-    key = os.environ.get(API_KEY)
+    key = os.environ.get(variable)
     if key is not None and not key.strip():
-        raise ConfigError(f"the environment variable {API_KEY} is empty; unset it to ask for no key.")
+        raise ConfigError(f"the environment variable {variable} is empty; unset it to ask for no key.")
     if key is not None and any(ord(character) < 32 or ord(character) == 127 for character in key.strip()):
         raise ConfigError(
-            f"the environment variable {API_KEY} has a control character, such as a line break, which no client can "
+            f"the environment variable {variable} has a control character, such as a line break, which no client can "
             "send in a header; set it to one line of text."
         )
     return key

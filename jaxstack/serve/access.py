@@ -5,9 +5,11 @@ import re
 import secrets
 from collections.abc import Sequence
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxstack.serve.answers import Refused
 from jaxstack.serve.protocol import error_body
 
 
@@ -45,3 +47,19 @@ def is_key(sent: str, wanted: str) -> bool:
     given = sent.strip(" \t").encode("latin-1")
     keys = [wanted.strip().encode("utf-8", "surrogateescape"), wanted.strip().encode("latin-1", "replace")]
     return any([secrets.compare_digest(given, key) for key in keys])
+
+
+def check_key(request: Request, wanted: str | None) -> None:
+    """Check that a client has sent the API key: as `Authorization: Bearer KEY` or in the header x-api-key.
+
+    Args:
+      request: the client's request.
+      wanted: the key; None: none is needed.
+
+    Raises:
+      Refused: it has not.
+    """
+    kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+    key = bearer if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+    if wanted is not None and not is_key(key, wanted):
+        raise Refused(401, "send the server's API key as `Authorization: Bearer KEY`.", "invalid_api_key")

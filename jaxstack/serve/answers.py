@@ -401,11 +401,15 @@ class EventStream(StreamingResponse):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._answers = answers
 
+    def close(self) -> None:
+        """Cancel the generation of the text."""
+        self._answers.cancel()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._answers.cancel()
+            self.close()
 
 
 def choose_best(answers: Answers, samples: int, count: int) -> list[int]:

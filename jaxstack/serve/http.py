@@ -19,7 +19,7 @@ from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.engine import Engine
 from jaxstack.errors import JaxstackError
 from jaxstack.models.adapter_stack import AdapterMatrices
-from jaxstack.serve.access import KnownHosts, is_key
+from jaxstack.serve.access import KnownHosts, check_key
 from jaxstack.serve.adapters import AdapterLoader, LoadAdapterRequest, UnloadAdapterRequest
 from jaxstack.serve.answers import (
     Answers,
@@ -55,6 +55,7 @@ from jaxstack.serve.protocol import (
 from jaxstack.serve.responses import ResponseEnvelope
 from jaxstack.serve.responses_request import ResponsesRequest
 from jaxstack.serve.submission import SHUTS_DOWN, Submissions
+from jaxstack.serve.unless import Ended, unless
 
 _COMPLETION_TOKENS = 16
 """Token limit of a completion without `max_tokens`, as OpenAI has it."""
@@ -126,6 +127,7 @@ class Server:
             ],
             exception_handlers={Refused: refusal, HTTPException: http_error, Exception: failure},
         )
+        self.app.router.redirect_slashes = False  # behind a router a redirection would name this process's address
         if loopback and "*" not in self.config.allowed_hosts:
             known = ["localhost", *self.config.allowed_hosts]
             self.app.add_middleware(KnownHosts, known)
@@ -141,16 +143,10 @@ class Server:
         Raises:
           Refused: the server has ended.
         """
-        work = asyncio.ensure_future(response)
-        ending = asyncio.ensure_future(self._ending.wait())
         try:
-            await asyncio.wait((work, ending), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            raise Refused(503, SHUTS_DOWN)
-        finally:
-            work.cancel()
-            ending.cancel()
+            return await unless(response, self._ending.wait())
+        except Ended:
+            raise Refused(503, SHUTS_DOWN) from None
 
     def _require_key(
         self, handler: Callable[[Request], Coroutine[Any, Any, Response]]
@@ -158,10 +154,7 @@ class Server:
         """Wrap a route's handler so that it first checks the request's API key."""
 
         async def authorized(request: Request) -> Response:
-            kind, _, bearer = request.headers.get("authorization", "").partition(" ")
-            key = bearer if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
-            if self._api_key is not None and not is_key(key, self._api_key):
-                raise Refused(401, "send the server's API key as `Authorization: Bearer KEY`.", "invalid_api_key")
+            check_key(request, self._api_key)
             return await self._unless_ending(handler(request))
 
         return authorized

@@ -15,6 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jaxstack.checkpoint.neighbour import local_address
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.engine import Engine
 from jaxstack.errors import ConfigError
@@ -24,7 +25,7 @@ from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.http import Server
 from jaxstack.serve.pair_scores import Classifier
 from jaxstack.serve.protocol import error_body
-from jaxstack.serve.registration import Registration
+from jaxstack.serve.registration import ENGINE_KEY, Registration, RouterLogin
 from jaxstack.serve.upstream import Address
 
 _REFUSAL_SECONDS = 5
@@ -134,6 +135,7 @@ def uvicorn_settings(server: Application) -> uvicorn.Config:
         http=Protocol,
         log_level="error",  # warnings are about what clients send, such as a line for each request that is no HTTP
         access_log=False,
+        proxy_headers=False,  # otherwise any process of this machine could say where its requests come from
         lifespan="off",
         timeout_graceful_shutdown=round(server.config.drain) + _REFUSAL_SECONDS,
     )
@@ -149,7 +151,7 @@ def serve(
     api_key: str | None = None,
     read_adapter: Callable[[Path], AdapterMatrices] | None = None,
     classifier: Classifier | None = None,
-    router: Address | None = None,
+    router: RouterLogin | None = None,
     report: Callable[[str], None] = print,
 ) -> None:
     """Serve HTTP requests until SIGTERM or Ctrl-C; then refuse new requests and wait for the running ones to end.
@@ -157,7 +159,7 @@ def serve(
     Args:
       engine, tokenizer, name, config, api_key, read_adapter, classifier: as in `jaxstack.serve.http.Server`.
       bound: the socket, from `bind`.
-      router: address of a router that distributes requests; None: clients connect to this server.
+      router: the router that distributes requests, from `check_router`; None: clients connect to this server.
       report: called with a line of text when the server is ready and when it ends.
     """
     server = Server(
@@ -176,7 +178,7 @@ def serve(
         running = Running(lambda: engine.state.running + engine.state.waiting, f"serving {name} at {{}} (Ctrl-C ends)")
     else:
         port = bound.getsockname()[1]
-        told = Registration(router, port, name, lambda: engine.failure, api_key=api_key, report=report)
+        told = Registration(router, port, name, lambda: engine.failure, report=report)
         running = Running(lambda: engine.state.running + engine.state.waiting, background=told.run, on_stop=told.drain)
     run_server(server, bound, running, report)
 
@@ -184,6 +186,31 @@ def serve(
 def is_loopback(bound: socket.socket) -> bool:
     """Return True if only this machine can connect to a socket."""
     return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def check_router(router: Address, bound: socket.socket, engine_key: str | None) -> RouterLogin:
+    """Check that an engine that listens at a socket can register with a router, and return how.
+
+    Raises:
+      ConfigError: there is no key, or the router could not connect to the engine: it does so at the address that the
+        engine's notices come from.
+    """
+    if not engine_key:
+        raise ConfigError(
+            f"an engine registers with the router's key: set the environment variable {ENGINE_KEY} to the same secret "
+            "for --replicas and for --router."
+        )
+    try:
+        found = ipaddress.ip_address(local_address(str(router)).partition("%")[0])
+    except OSError as error:
+        raise ConfigError(f"the host of the router at {router} cannot be found: {error}.") from None
+    own = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0])
+    if own != found and not (own.is_unspecified and own.version >= found.version):
+        raise ConfigError(
+            f"the router at {router} could not connect to an engine at --host {own}; use --host {found}, the address "
+            "at which it sees this machine."
+        )
+    return RouterLogin(router, engine_key)
 
 
 @dataclasses.dataclass(frozen=True)

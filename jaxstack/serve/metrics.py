@@ -167,6 +167,15 @@ def add_up(living: Sequence[str], ended: Sequence[str]) -> str:
     return _render(families.values())
 
 
+def is_metrics(text: str) -> bool:
+    """Return True if a text is in Prometheus' format, so that `add_up` can read it."""
+    try:
+        add_up([text], [text])
+    except (ValueError, LookupError):
+        return False
+    return True
+
+
 def render_router(engines: int, unanswered: int, retried: int) -> str:
     """Return the router's own metrics in Prometheus' text format.
 

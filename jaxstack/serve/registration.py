@@ -6,14 +6,25 @@ import json
 import re
 import secrets
 from collections.abc import Callable
+from typing import NamedTuple
 
 from jaxstack.errors import ConfigError
 from jaxstack.serve.upstream import Address, EngineGone, Headers, send
 
+ENGINE_KEY = "JAXSTACK_ENGINE_KEY"
+"""Environment variable with the key with which engines register; clients do not know it."""
 BEAT_SECONDS = 1.0
 ROUTE = "/router/engines"
 _ANSWER_SECONDS = 5.0
 _URL = re.compile(r"http://(?:\[([0-9A-Fa-f:.]+)\]|([^/:\[\]]+)):(\d{1,5})/?")
+
+
+class RouterLogin(NamedTuple):
+    """How an engine reaches its router."""
+
+    address: Address
+    key: str
+    """Key with which it registers."""
 
 
 def parse_url(url: str) -> Address:
@@ -28,37 +39,35 @@ def parse_url(url: str) -> Address:
     return Address(match[1] or match[2], int(match[3]))
 
 
-def key_header(api_key: str | None) -> Headers:
-    """Return the header with the API key, as a list; [] without a key."""
-    return [] if api_key is None else [(b"authorization", b"Bearer " + api_key.strip().encode())]
+def key_header(key: str | None) -> Headers:
+    """Return the header with a key, as a list; [] without a key."""
+    return [] if key is None else [(b"authorization", b"Bearer " + key.strip().encode("utf-8", "surrogateescape"))]
 
 
 class Registration:
     """Tells a router about the engine of this process.
 
     Args:
-      router: the router's address.
+      router: address and key of the router.
       port: port on which this process serves.
       name: name of the model.
       failure: returns what is wrong with the engine, or None.
-      api_key: the key that router and engines share; None: there is none.
       report: prints a message.
     """
 
     def __init__(
         self,
-        router: Address,
+        router: RouterLogin,
         port: int,
         name: str,
         failure: Callable[[], str | None],
         *,
-        api_key: str | None,
         report: Callable[[str], None],
     ):
-        self._router = router
+        self._router = router.address
         self._about = {"id": secrets.token_hex(8), "port": port, "model": name}
         self._failure = failure
-        self._key = key_header(api_key)
+        self._key = key_header(router.key)
         self._report = report
         self._told = ""
         self._draining = False
@@ -86,9 +95,8 @@ class Registration:
         headers = [(b"content-type", b"application/json"), *self._key]
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                answer = await send(self._router, "POST", ROUTE, headers, body)
-                content = await answer.read()
-                answer.close()
+                async with await send(self._router, "POST", ROUTE, headers, body) as answer:
+                    content = await answer.read()
         except (EngineGone, TimeoutError) as error:
             return f"the router at {self._router} does not answer ({error}); trying again"
         if answer.status != 200:

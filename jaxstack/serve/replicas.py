@@ -4,10 +4,14 @@ import argparse
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from jaxstack.checkpoint.neighbour import local_address
 from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, count_gpus, find_nodes, split_address, split_devices
@@ -17,8 +21,10 @@ from jaxstack.heartbeat import doing
 from jaxstack.resilience.exit_on_signal import stop_signals
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.listen import Running, bind, is_loopback, run_server
+from jaxstack.serve.registration import ENGINE_KEY
 from jaxstack.serve.router import Router
 from jaxstack.serve.upstream import Address
+from jaxstack.stored.run_directory import TrainingRun
 
 _LONGEST_PAUSE_SECONDS = 30.0
 _HEALTHY_SECONDS = 60.0
@@ -36,12 +42,15 @@ class Replicas:
       count: number of engines, which share the GPUs of this host evenly.
       arguments: command line of `python -m jaxstack.serve` for each.
       drain: seconds that an engine has to end after SIGTERM.
+      engine_key: key with which the engines register.
       report: prints a message.
     """
 
-    def __init__(self, count: int, arguments: Sequence[str], drain: float, report: Callable[[str], None]):
+    def __init__(
+        self, count: int, arguments: Sequence[str], drain: float, engine_key: str, report: Callable[[str], None]
+    ):
         self._command = [sys.executable, "-m", "jaxstack.serve", *arguments]
-        self._environments = [_environment(number, count) for number in range(count)]
+        self._environments = [{**_environment(number, count), ENGINE_KEY: engine_key} for number in range(count)]
         self._drain = drain
         self._report = report
         self._processes: dict[int, asyncio.subprocess.Process] = {}
@@ -50,7 +59,8 @@ class Replicas:
         """Keep the engines running until this call is cancelled; then end them.
 
         Raises:
-          JaxstackError: an engine finds its configuration wrong, which another start does not change.
+          JaxstackError: an engine finds its configuration wrong, which another start does not change. Of an engine that
+            has worked before it is a matter of its surroundings, such as a deleted checkpoint, and it is started again.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -63,6 +73,7 @@ class Replicas:
 
     async def _keep_running(self, number: int, environment: Mapping[str, str]) -> None:
         pause = 1.0
+        has_worked = False
         while True:
             began = time.monotonic()
             process = await asyncio.create_subprocess_exec(
@@ -74,9 +85,11 @@ class Replicas:
             )
             self._processes[number] = process
             code = await process.wait()
-            if code == 2:
+            healthy = time.monotonic() - began > _HEALTHY_SECONDS
+            has_worked = has_worked or healthy
+            if code == 2 and not has_worked:
                 raise ConfigError(f"engine {number} ended with exit code 2; its message is above.")
-            pause = 1.0 if time.monotonic() - began > _HEALTHY_SECONDS else min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = 1.0 if healthy else min(2 * pause, _LONGEST_PAUSE_SECONDS)
             self._report(f"engine {number} ended with {code}; starting it again in {pause / 2:g} s")
             await asyncio.sleep(pause / 2)
 
@@ -106,14 +119,19 @@ def _environment(number: int, count: int) -> dict[str, str]:
 
 
 def serve_replicas(
-    args: argparse.Namespace, config: ServerConfig, api_key: str | None, report: Callable[[str], None]
+    args: argparse.Namespace,
+    config: ServerConfig,
+    api_key: str | None,
+    engine_key: str | None,
+    report: Callable[[str], None],
 ) -> int | None:
     """Serve with several engines until SIGTERM or Ctrl-C: the router and engines here, on further nodes only engines.
 
     Args:
       args: the command line of `python -m jaxstack.serve`.
       config: limits.
-      api_key: key that clients send, and engines of other nodes when they register.
+      api_key: key that clients send.
+      engine_key: key with which engines register; None: a random one, for the engines of one node.
       report: prints a message.
 
     Returns:
@@ -125,19 +143,13 @@ def serve_replicas(
     if args.replicas < 1 or args.router is not None:
         raise ConfigError("--replicas must be at least 1, and without --router, which is for a single engine.")
     nodes = find_nodes()
-    if nodes.count > 1 and api_key is None:
+    if nodes.count > 1 and engine_key is None:
         raise ConfigError(
-            "engines on several nodes need the environment variable JAXSTACK_API_KEY, with which they register."
+            f"engines on several nodes need the environment variable {ENGINE_KEY}, a secret with which they register."
         )
+    key = engine_key or secrets.token_urlsafe(32)
     if nodes.rank > 0 and nodes.coordinator is not None:
-        if args.port == 0:
-            raise ConfigError("several nodes need a --port that is not 0, at which all find the router.")
-        host = split_address(nodes.coordinator)[0]
-        first = Address(host, args.port)
-        engines = Replicas(args.replicas, _arguments(args, first, local_address(str(first))), config.drain + 10, report)
-        report(f"node {nodes.rank} of {nodes.count}: {args.replicas} engine(s) of the router at {first}")
-        with doing(None):
-            return asyncio.run(_until_signal(engines))
+        return _serve_further_node(args, config, nodes.coordinator, key, report)
     bound = bind(args.host, args.port)
     with contextlib.closing(bound):
         if nodes.count > 1 and is_loopback(bound):
@@ -145,20 +157,41 @@ def serve_replicas(
         here = Address(*bound.getsockname()[:2])
         if here.host in _EVERYWHERE:
             here = here._replace(host=_EVERYWHERE[here.host])
-        engines = Replicas(args.replicas, _arguments(args, here, here.host), config.drain + 10, report)
-        router = Router(config, loopback=is_loopback(bound), api_key=api_key, report=report)
-
-        async def run_beside() -> None:
-            watching = asyncio.ensure_future(router.watch())
-            try:
-                await engines.run()
-            finally:
-                watching.cancel()
-
+        engines = Replicas(args.replicas, _arguments(args, here, here.host, report), config.drain + 10, key, report)
+        router = Router(config, loopback=is_loopback(bound), api_key=api_key, engine_key=key, report=report)
         greeting = f"router of {args.replicas} engine(s) on {nodes.count} node(s) at {{}} (Ctrl-C ends)"
         with doing(None):
-            run_server(router, bound, Running(lambda: router.unanswered, greeting, run_beside), report)
+            beside = partial(run_all, engines.run, router.watch)
+            run_server(router, bound, Running(lambda: router.unanswered, greeting, beside), report)
     return None
+
+
+def _serve_further_node(
+    args: argparse.Namespace, config: ServerConfig, coordinator: str, key: str, report: Callable[[str], None]
+) -> int:
+    """Keep engines of the first node's router running on another node."""
+    if args.port == 0:
+        raise ConfigError("several nodes need a --port that is not 0, at which all find the router.")
+    first = Address(split_address(coordinator)[0], args.port)
+    try:
+        own = local_address(str(first))
+    except OSError as error:
+        raise ConfigError(f"the host of the router at {first} cannot be found: {error}.") from None
+    engines = Replicas(args.replicas, _arguments(args, first, own, report), config.drain + 10, key, report)
+    report(f"a further node: {args.replicas} engine(s) of the router at {first}")
+    with doing(None):
+        return asyncio.run(_until_signal(engines))
+
+
+async def run_all(*works: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run tasks until one fails, whose error is raised, or this call is cancelled; all have ended then."""
+    tasks = [asyncio.ensure_future(work()) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _until_signal(engines: Replicas) -> int:
@@ -171,13 +204,16 @@ async def _until_signal(engines: Replicas) -> int:
     return 0
 
 
-def _arguments(args: argparse.Namespace, router: Address, host: str) -> list[str]:
-    """Return the command line of an engine."""
+def _arguments(args: argparse.Namespace, router: Address, host: str, report: Callable[[str], None]) -> list[str]:
+    """Return the command line of an engine, the same for all and for each start: with one checkpoint of a run."""
+    step = args.step
+    if step is None and TrainingRun.is_in(Path(args.run)):
+        step = TrainingRun(Path(args.run), report=report).choose_step(None)
     found = ["--run", args.run, "--router", f"http://{router}", "--host", host, "--port", "0"]
     for option, values in (
         ("draft", [args.draft]),
         ("name", [args.name]),
-        ("step", [args.step]),
+        ("step", [step]),
         ("adapter", args.adapter),
     ):
         for value in values:

@@ -8,33 +8,30 @@ sent to another engine, so that the client does not notice.
 
 import asyncio
 import contextlib
-import dataclasses
-import ipaddress
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from jaxstack.config.base import Component
-from jaxstack.serve.access import KnownHosts, is_key
+from jaxstack.serve.access import KnownHosts, check_key, is_key
 from jaxstack.serve.answers import Refused
 from jaxstack.serve.bodies import GONE, read_body, read_json
 from jaxstack.serve.config import ServerConfig
-from jaxstack.serve.engine_choice import SeenPrefixes, choose, prefix_blocks
+from jaxstack.serve.engine_choice import choose, prefix_blocks
 from jaxstack.serve.http import failure, http_error, refusal
-from jaxstack.serve.metrics import add_up, render_router
-from jaxstack.serve.protocol import error_body
-from jaxstack.serve.registration import BEAT_SECONDS, ROUTE, key_header
+from jaxstack.serve.known_engine import EngineNotice, KnownEngine
+from jaxstack.serve.metrics import add_up, is_metrics, render_router
+from jaxstack.serve.registration import BEAT_SECONDS, ENGINE_KEY, ROUTE
+from jaxstack.serve.relay import Relay, count_events, error_event, whole_events
+from jaxstack.serve.shared_adapters import LOAD, UNLOAD, SharedAdapters
 from jaxstack.serve.submission import until_gone
-from jaxstack.serve.upstream import Address, Answer, EngineGone, Headers, Unreachable, forwarded, send
+from jaxstack.serve.unless import Ended, unless
+from jaxstack.serve.upstream import Address, Answer, EngineGone, Headers, Unreachable, Unsendable, forwarded, send
 
 _LOST_SECONDS = 10.0
 """Silence after which an engine counts as lost."""
@@ -44,52 +41,14 @@ _MOST_DEATHS = 3
 _MOST_REFUSALS = 3
 """Number of times that the only engine may answer that it cannot serve a request now (status 503)."""
 _SCRAPE_SECONDS = 5.0
-_ADAPTER_SECONDS = 600.0
+_PROBE_SECONDS = 5.0
+_MOST_ENGINES = 1024
+_LONGEST_PAUSE_SECONDS = 8.0
+"""Longest time between two attempts to make an engine ready."""
+_BODILESS = ("GET", "HEAD", "OPTIONS")
 _SHUTS_DOWN = "the server is shutting down."
 
 T = TypeVar("T")
-
-
-class EngineNotice(Component):
-    """JSON body of what an engine tells the router."""
-
-    id: str = Field(min_length=1, max_length=64)
-    """Random name of the engine's process."""
-    port: int = Field(ge=1, lt=2**16)
-    """Its port; its host is the one that the notice comes from."""
-    model: str
-    """Name of its model."""
-    failure: str | None = None
-    """Reason why it gets no requests; None: it is well."""
-    draining: bool = False
-    """True if it takes no more requests."""
-
-
-@dataclasses.dataclass(eq=False)
-class KnownEngine:
-    """An engine that has registered, as the router sees it."""
-
-    address: Address
-    notice: EngineNotice
-    heard: float
-    """Time of its newest notice."""
-    ready: bool = False
-    """True once it has the adapters that requests have loaded."""
-    suspect: bool = False
-    """True from a broken connection until its next notice."""
-    requests: int = 0
-    """Requests that the router has given it and that are not answered."""
-    seen: SeenPrefixes = dataclasses.field(default_factory=SeenPrefixes)
-    lost: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    """Set when the engine has fallen silent. If it dies, its connections break."""
-    metrics: str = ""
-    """Its metrics, as it has told them last."""
-
-    @property
-    def takes_requests(self) -> bool:
-        """True if requests may be sent to it."""
-        told = self.notice.draining or self.notice.failure is not None
-        return self.ready and not (told or self.suspect or self.lost.is_set())
 
 
 class Router:
@@ -98,34 +57,41 @@ class Router:
     Args:
       config: limits.
       loopback: True if only this machine can connect; then the header Host must name it.
-      api_key: key with which engines register and which they ask of clients; None: only this machine's can register.
+      api_key: key that the engines ask of clients; None: they ask for none.
+      engine_key: key with which engines register.
       report: prints a message.
     """
 
     def __init__(
-        self, config: ServerConfig, *, loopback: bool, api_key: str | None, report: Callable[[str], None] = print
+        self,
+        config: ServerConfig,
+        *,
+        loopback: bool,
+        api_key: str | None,
+        engine_key: str,
+        report: Callable[[str], None] = print,
     ):
         self.config = config
         self._api_key = api_key
+        self._engine_key = engine_key
         self._report = report
         self._engines: dict[str, KnownEngine] = {}
         self._changed = asyncio.Condition()
-        self._adapters: dict[str, bytes] = {}
-        """Name of each adapter that requests have loaded -> body of that request."""
+        self._adapters = SharedAdapters(api_key)
         self._past_metrics = ""
         """Counters of engines that have ended."""
         self._retried = 0
         self._unanswered = 0
         self._ending = asyncio.Event()
-        self._tasks: set[asyncio.Task] = set()
+        self._tending: dict[KnownEngine, asyncio.Task] = {}
+        """Engine -> the task that makes it ready."""
         methods = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"]
         self.app = Starlette(
             routes=[
                 Route(ROUTE, self._register, methods=["POST"]),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
-                Route("/v1/load_lora_adapter", self._change_adapters, methods=["POST"]),
-                Route("/v1/unload_lora_adapter", self._change_adapters, methods=["POST"]),
+                *(Route(path, self._change_adapters, methods=["POST"]) for path in (LOAD, UNLOAD)),
                 Route("/{path:path}", self._forward, methods=methods),
             ],
             exception_handlers={Refused: refusal, HTTPException: http_error, Exception: failure},
@@ -143,58 +109,100 @@ class Router:
         self._ending.set()
 
     async def watch(self) -> None:
-        """Notice engines that fall silent, for ever."""
+        """Notice engines that fall silent, for ever.
+
+        Raises:
+          Exception: what has failed in the background.
+        """
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            for engine in list(self._engines.values()):
+            for engine, task in list(self._tending.items()):
+                if task.done():
+                    task.result()
                 if time.monotonic() - engine.heard > _LOST_SECONDS:
                     self._lose(engine)
 
     def _lose(self, engine: KnownEngine) -> None:
         del self._engines[engine.notice.id]
+        self._tending.pop(engine).cancel()
         engine.lost.set()
-        self._past_metrics = add_up([], [self._past_metrics, engine.metrics])
+        try:
+            self._past_metrics = add_up([], [self._past_metrics, engine.metrics])
+        except ValueError as error:
+            self._report(f"the metrics of engine {engine.address} cannot be added to those of the others: {error}")
         if not engine.notice.draining:
             self._report(f"engine {engine.address} is lost: silent for {_LOST_SECONDS:g} s")
 
-    def _suspect(self, engine: KnownEngine, error: EngineGone) -> None:
-        """Send an engine no requests until it tells again that it lives."""
+    def _doubt(self, engine: KnownEngine, reason: str) -> None:
+        """Send an engine no requests until `_tend` finds it ready again."""
         if engine.takes_requests:
-            self._report(f"engine {error}")
-        engine.suspect = True
+            self._report(f"engine {reason}")
+        engine.doubted.set()
 
     async def _register(self, request: Request) -> Response:
         host = request.client.host if request.client is not None else ""
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        if self._api_key is None and not _is_loopback(host) and host != request.scope["server"][0]:
-            raise Refused(403, "engines of other hosts can only register with an API key.")
-        if self._api_key is not None and not (kind.lower() == "bearer" and is_key(key, self._api_key)):
-            raise Refused(401, "engines register with the router's API key.", "invalid_api_key")
+        if not (kind.lower() == "bearer" and is_key(key, self._engine_key)):
+            raise Refused(401, f"engines register with the router's key, {ENGINE_KEY}.", "invalid_api_key")
         notice = await read_json(request, EngineNotice, self.config)
         known = self._engines.get(notice.id)
         if known is None:
+            self._check_new(notice)
             known = KnownEngine(Address(host, notice.port), notice, time.monotonic())
             self._engines[notice.id] = known
-            task = asyncio.ensure_future(self._prepare(known))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tending[known] = asyncio.ensure_future(self._tend(known))
         elif notice.draining and not known.notice.draining:
             self._report(f"engine {known.address} takes no more requests")
         known.notice = notice
-        known.suspect = False
         known.heard = time.monotonic()
         await self._announce()
         return JSONResponse({})
 
-    async def _prepare(self, engine: KnownEngine) -> None:
-        """Load the adapters that requests have loaded into a new engine, then let it take requests."""
-        for name, body in list(self._adapters.items()):
-            answer = await self._change_adapter(engine, "/v1/load_lora_adapter", body)
-            if answer.status != 200:
-                self._report(f"engine {engine.address} cannot load the adapter {name!r}: it answered {answer.status}")
-        engine.ready = True
-        self._report(f"engine {engine.address} ({engine.notice.model}) takes requests; {len(self._engines)} in all")
-        await self._announce()
+    def _check_new(self, notice: EngineNotice) -> None:
+        """Check that a new engine can join the others.
+
+        Raises:
+          Refused: there are too many, or it has another model.
+        """
+        if len(self._engines) >= _MOST_ENGINES:
+            raise Refused(503, f"the router has {_MOST_ENGINES} engines and takes no more.")
+        served = next((engine.notice.model for engine in self._engines.values()), notice.model)
+        if notice.model != served:
+            raise Refused(409, f"the router's engines serve {served!r}, and this one {notice.model!r} (--name).")
+
+    async def _tend(self, engine: KnownEngine) -> None:
+        """Make an engine ready whenever its connection has broken, and at first."""
+        while True:
+            pause = BEAT_SECONDS / 2
+            said = None
+            while (wrong := await self._prepare(engine)) is not None:
+                if wrong != said and not engine.notice.draining:
+                    self._report(f"engine {engine.address} gets no requests yet: {wrong}")
+                said = wrong
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                await asyncio.sleep(pause)
+            self._report(f"engine {engine.address} ({engine.notice.model}) takes requests; {len(self._engines)} in all")
+            await self._announce()
+            await engine.doubted.wait()
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _prepare(self, engine: KnownEngine) -> str | None:
+        """Connect to an engine, and make the changes of adapters that it has missed; then it takes requests.
+
+        Returns:
+          Reason why it gets no requests; None if it takes them now.
+        """
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                async with await send(engine.address, "GET", "/health", [], b""):
+                    pass
+            async with self._adapters.lock:
+                wrong = await self._adapters.reconcile(engine)
+                if wrong is None:
+                    engine.doubted.clear()
+                return wrong
+        except (EngineGone, TimeoutError) as error:
+            return f"the router cannot connect to it ({str(error) or 'no answer in time'})"
 
     async def _announce(self) -> None:
         async with self._changed:
@@ -217,122 +225,117 @@ class Router:
         """Read an engine's metrics; those that it told before stay if it does not answer."""
         with contextlib.suppress(EngineGone, TimeoutError, UnicodeDecodeError):
             async with asyncio.timeout(_SCRAPE_SECONDS):
-                answer = await send(engine.address, "GET", "/metrics", [], b"")
-                content = await answer.read()
-                answer.close()
-            if answer.status == 200:
-                engine.metrics = content.decode()
+                async with await send(engine.address, "GET", "/metrics", [], b"") as answer:
+                    text = (await answer.read()).decode()
+            if answer.status == 200 and is_metrics(text):
+                engine.metrics = text
 
     async def _change_adapters(self, request: Request) -> Response:
-        """Load or unload an adapter in all engines, or in none."""
+        """Load or unload an adapter in all engines, or in none; those that miss the change make it later."""
+        check_key(request, self._api_key)
         body = await read_body(request, self.config)
-        headers = forwarded(request.headers.raw)
-        engines = [engine for engine in self._engines.values() if engine.takes_requests]
-        if not engines:
-            raise Refused(503, "no engine takes requests now.")
-        path = request.url.path
-        answers = await asyncio.gather(*(self._change_adapter(engine, path, body, headers) for engine in engines))
-        bad = next((answer for answer in answers if answer.status != 200), None)
-        name = _adapter_name(body)
-        if bad is None:
-            self._adapters.pop(name, None)
-            if path == "/v1/load_lora_adapter":
-                self._adapters[name] = body
-        elif path == "/v1/load_lora_adapter" and name not in self._adapters:
-            undo = json.dumps({"lora_name": name}).encode()
-            loaded = [engine for engine, answer in zip(engines, answers, strict=True) if answer.status == 200]
-            await asyncio.gather(
-                *(self._change_adapter(engine, "/v1/unload_lora_adapter", undo, headers) for engine in loaded)
-            )
-        chosen = bad or answers[0]
-        return Response(chosen.content, chosen.status, dict(chosen.headers))
-
-    async def _change_adapter(
-        self, engine: KnownEngine, path: str, body: bytes, headers: Headers | None = None
-    ) -> "_Whole":
-        if headers is None:
-            headers = [(b"content-type", b"application/json"), *key_header(self._api_key)]
-        try:
-            async with asyncio.timeout(_ADAPTER_SECONDS):
-                answer = await send(engine.address, "POST", path, headers, body)
-                return _Whole(answer.status, _as_text(answer.headers), await answer.read())
-        except (EngineGone, TimeoutError) as error:
-            message = f"an engine did not answer: {error or 'no answer in time'}."
-            return _Whole(502, {"content-type": "application/json"}, json.dumps(error_body(message, 502)).encode())
+        async with self._adapters.lock:
+            engines = [engine for engine in self._engines.values() if engine.takes_requests]
+            answer = await self._adapters.change(engines, request.scope["path"], body, forwarded(request.headers.raw))
+            for engine in self._engines.values():
+                if not self._adapters.is_current(engine):
+                    self._doubt(engine, f"{engine.address}: it has not made the newest change of adapters")
+        if answer is None:
+            raise Refused(503, "no engine has answered; once one takes requests, ask again.")
+        return Response(answer.content, answer.status, answer.headers)
 
     async def _forward(self, request: Request) -> Response:
         """Pass a request on to an engine, and its answer back."""
-        body = await read_body(request, self.config)
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        call = (request.method, target, forwarded(request.headers.raw), body)
+        body = b""
+        if request.method not in _BODILESS:  # engines ask for the key at GET /v1/models too, but not for the page
+            check_key(request, self._api_key)
+            body = await read_body(request, self.config)
+        call = _Call(request.method, _target(request), forwarded(request.headers.raw), body)
         blocks = await asyncio.to_thread(prefix_blocks, body) if body else []
         self._unanswered += 1
-        response = None
-        try:
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._count_answered)
             response = await self._unless_gone(request, self._answer(call, blocks))
+            if isinstance(response, Relay):
+                response.on_close.push(ends.pop_all())
             return response
-        finally:
-            if not isinstance(response, _Relay):
-                self._unanswered -= 1
+
+    def _count_answered(self) -> None:
+        self._unanswered -= 1
 
     async def _unless_gone(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
         """Return the result of `work`, which is cancelled if the client goes away or the router ends."""
-        task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(until_gone(request))
-        ending = asyncio.ensure_future(self._ending.wait())
         try:
-            await asyncio.wait((task, gone, ending), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if gone.done():
+            return await unless(work, until_gone(request), self._ending.wait())
+        except Ended as ended:
+            if ended.number == 0:
                 return Response(status_code=GONE)
-            raise Refused(503, _SHUTS_DOWN)
-        finally:
-            for one in (task, gone, ending):
-                one.cancel()
+            raise Refused(503, _SHUTS_DOWN) from None
 
-    async def _answer(self, call: tuple[str, str, Headers, bytes], blocks: Sequence[bytes]) -> Response:
-        """Return the answer of some engine; a stream once its first part is there, another answer once it is whole."""
+    async def _answer(self, call: "_Call", blocks: Sequence[bytes]) -> Response:
+        """Return the answer of some engine; a stream once its first event is there, another answer once it is whole.
+
+        Raises:
+          Refused: none has answered within `server.timeout`, or too many have ended.
+        """
+        limit = self.config.timeout
+        reasons = ["no engine takes requests"]
+        try:
+            async with asyncio.timeout(limit):
+                return await self._ask_engines(call, blocks, reasons)
+        except TimeoutError:
+            raise Refused(504, f"no answer within {limit:g} s (server.timeout): {reasons[-1]}.") from None
+        except Unsendable as error:
+            raise Refused(400, f"the request cannot be passed on: {error}.") from None
+
+    async def _ask_engines(self, call: "_Call", blocks: Sequence[bytes], reasons: list[str]) -> Response:
+        """Ask one engine after another, until one answers; add what has become of each to `reasons`."""
         deaths = refusals = 0
         tried: set[KnownEngine] = set()
         while True:
             engine = await self._pick(blocks, tried)
-            tried.add(engine)
-            engine.requests += 1
-            relayed = False
+            reasons.append("an engine has the request and has not answered")
             try:
-                found = await _unless_lost(engine, self._ask(engine, call))
-                relayed = isinstance(found, _Relay)
-                others = any(other.takes_requests for other in self._engines.values() if other not in tried)
+                found = await self._try(engine, call)
                 if found.status_code not in (429, 503):
                     return found
-                if not others:  # it may be ending, and another one about to come
-                    refusals += 1
+                reasons.append("the engines are busy or about to end")
+                tried.add(engine)
+                if not any(other.takes_requests for other in self._engines.values() if other not in tried):
+                    refusals += 1  # it may be ending, and another one about to come
                     if found.status_code == 429 or refusals == _MOST_REFUSALS:
                         return found
                     await asyncio.sleep(BEAT_SECONDS)
             except EngineGone as error:
-                self._suspect(engine, error)
+                tried.add(engine)
+                self._doubt(engine, str(error))
+                reasons.append("the last engine that was asked has ended or cannot be reached")
                 deaths += not isinstance(error, Unreachable)
                 if deaths == _MOST_DEATHS:
                     raise Refused(502, f"{deaths} engines ended before they answered this request.") from None
-            finally:
-                if not relayed:
-                    engine.requests -= 1
             self._retried += 1
 
-    async def _pick(self, blocks: Sequence[bytes], tried: set[KnownEngine]) -> KnownEngine:
-        """Choose an engine, one that was not tried if possible; wait until there is one.
+    async def _try(self, engine: KnownEngine, call: "_Call") -> Response:
+        """Ask one engine, which counts the request until it is answered.
 
         Raises:
-          Refused: none has come within `server.timeout`.
+          EngineGone: the engine has ended.
         """
-        limit = self.config.timeout
-        try:
-            async with asyncio.timeout(limit), self._changed:
-                await self._changed.wait_for(lambda: any(e.takes_requests for e in self._engines.values()))
-        except TimeoutError:
-            raise Refused(503, f"no engine took the request within {limit:g} s (server.timeout).") from None
+        engine.requests += 1
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._release, engine)
+            found = await _unless_lost(engine, self._ask(engine, call))
+            if isinstance(found, Relay):
+                found.on_close.push(ends.pop_all())
+            return found
+
+    def _release(self, engine: KnownEngine) -> None:
+        engine.requests -= 1
+
+    async def _pick(self, blocks: Sequence[bytes], tried: set[KnownEngine]) -> KnownEngine:
+        """Choose an engine, one that was not tried if possible; wait until there is one."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: any(e.takes_requests for e in self._engines.values()))
         working = [engine for engine in self._engines.values() if engine.takes_requests]
         engines = [engine for engine in working if engine not in tried] or working
         known = [engine.seen.count_known(blocks) for engine in engines]
@@ -340,63 +343,48 @@ class Router:
         chosen.seen.add(blocks)
         return chosen
 
-    async def _ask(self, engine: KnownEngine, call: tuple[str, str, Headers, bytes]) -> Response:
-        method, target, headers, body = call
-        answer = await send(engine.address, method, target, headers, body)
+    async def _ask(self, engine: KnownEngine, call: "_Call") -> Response:
+        answer = await send(engine.address, *call)
         try:
             if not _is_stream(answer):
-                content = await answer.read()
-                answer.close()
-                return Response(content, answer.status, _as_text(answer.headers))
-            chunks = answer.chunks()
-            first = await anext(chunks, b"")
+                async with answer:
+                    return Response(await answer.read(), answer.status, answer.text_headers)
+            events = whole_events(answer.chunks())
+            first = await anext(events, b"")
         except BaseException:
             answer.close()
             raise
-        return _Relay(answer, self._relay(engine, first, chunks), lambda: self._finish(engine))
+        return Relay(answer, self._relay(engine, call, first, events))
 
-    async def _relay(self, engine: KnownEngine, first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the parts of a stream; end it with an error event if its engine dies."""
+    async def _relay(
+        self, engine: KnownEngine, call: "_Call", first: bytes, events: AsyncIterator[bytes]
+    ) -> AsyncIterator[bytes]:
+        """Yield the events of a stream; end it with an error event if its engine dies."""
         yield first
+        number = count_events(first)
         try:
-            while True:
-                chunk = await _unless_lost(engine, _next(chunks))
-                if chunk is None:
-                    return
-                yield chunk
+            while (part := await _unless_lost(engine, _next(events))) is not None:
+                yield part
+                number += count_events(part)
         except EngineGone as error:
-            self._suspect(engine, error)
-            message = "the engine that answered this request has ended; ask again."
-            yield f"data: {json.dumps(error_body(message, 502))}\n\n".encode()
-
-    def _finish(self, engine: KnownEngine) -> None:
-        engine.requests -= 1
-        self._unanswered -= 1
+            self._doubt(engine, str(error))
+            path = call.target.partition(b"?")[0].decode("latin-1")
+            yield error_event(path, "the engine that answered this request has ended; ask again.", number)
 
 
-class _Relay(StreamingResponse):
-    """Response that passes on a stream, and closes the connection to the engine when the client is gone."""
+class _Call(NamedTuple):
+    """A request as it is sent to engines."""
 
-    def __init__(self, answer: Answer, chunks: AsyncIterator[bytes], on_end: Callable[[], None]):
-        super().__init__(chunks, answer.status, _as_text(answer.headers))
-        self._answer = answer
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._answer.close()
-            self._on_end()
+    method: str
+    target: bytes
+    headers: Headers
+    body: bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class _Whole:
-    """A whole answer of an engine."""
-
-    status: int
-    headers: dict[str, str]
-    content: bytes
+def _target(request: Request) -> bytes:
+    """Return path and query of a request as the client has written them."""
+    query = request.scope["query_string"]
+    return request.scope["raw_path"] + (b"?" + query if query else b"")
 
 
 async def _unless_lost(engine: KnownEngine, work: Coroutine[Any, Any, T]) -> T:
@@ -405,16 +393,10 @@ async def _unless_lost(engine: KnownEngine, work: Coroutine[Any, Any, T]) -> T:
     Raises:
       EngineGone: the engine was lost meanwhile.
     """
-    task = asyncio.ensure_future(work)
-    lost = asyncio.ensure_future(engine.lost.wait())
     try:
-        await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise EngineGone(f"{engine.address}: lost")
-    finally:
-        task.cancel()
-        lost.cancel()
+        return await unless(work, engine.lost.wait())
+    except Ended:
+        raise EngineGone(f"{engine.address}: lost") from None
 
 
 async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
@@ -424,21 +406,3 @@ async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
 def _is_stream(answer: Answer) -> bool:
     kind = next((value for name, value in answer.headers if name.lower() == b"content-type"), b"")
     return kind.lower().startswith(b"text/event-stream")
-
-
-def _as_text(headers: Headers) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-
-
-def _adapter_name(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["lora_name"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False

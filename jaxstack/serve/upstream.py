@@ -15,9 +15,11 @@ _CONNECT_SECONDS = 5.0
 _CHUNK_BYTES = 2**16
 _NOT_FORWARDED = frozenset(
     [b"host", b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"content-length", b"te"]
-    + [b"trailer", b"upgrade", b"expect"]
+    + [b"trailer", b"upgrade", b"expect", b"forwarded", b"date", b"server"]
 )
-"""Headers that belong to one connection."""
+"""Headers that belong to one connection, or that each server writes itself."""
+_PROXY = b"x-forwarded-"
+"""Beginning of headers in which proxies tell of clients; nobody has checked those that come here."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -40,13 +42,31 @@ class Unreachable(EngineGone):
     """Raised if a server takes no connection, so that it has not seen the request."""
 
 
+class Unsendable(ValueError):
+    """Raised if a request cannot be written as HTTP."""
+
+
 class Answer:
-    """The answer to a request: status, headers, and the body, which is read while it arrives."""
+    """The answer to a request: status, headers, and the body, which is read while it arrives.
+
+    As an asynchronous context manager it closes the connection at the end.
+    """
 
     def __init__(self, connection: "_Connection", head: h11.Response):
         self.status = head.status_code
         self.headers: Headers = forwarded(head.headers)
         self._connection = connection
+
+    @property
+    def text_headers(self) -> dict[str, str]:
+        """The headers as texts."""
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
+
+    async def __aenter__(self) -> "Answer":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the parts of the body.
@@ -69,23 +89,32 @@ class Answer:
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Return the headers that a proxy passes on."""
-    return [(name, value) for name, value in headers if name.lower() not in _NOT_FORWARDED]
+    pairs = [(name.lower(), name, value) for name, value in headers]
+    named = {word.strip().lower() for low, _, value in pairs if low == b"connection" for word in value.split(b",")}
+    dropped = _NOT_FORWARDED | named
+    return [(name, value) for low, name, value in pairs if low not in dropped and not low.startswith(_PROXY)]
 
 
-async def send(address: Address, method: str, target: str, headers: Headers, body: bytes) -> Answer:
+async def send(address: Address, method: str, target: str | bytes, headers: Headers, body: bytes) -> Answer:
     """Send a request and return the answer, of which only the head has been read.
 
     Args:
       address: of the server.
       method: HTTP method.
-      target: path and query.
+      target: path and query, percent-encoded.
       headers: from `forwarded`.
       body: the body.
 
     Raises:
       Unreachable: the server takes no connection.
       EngineGone: it ended before it answered.
+      Unsendable: method, target or headers are no HTTP.
     """
+    own = [(b"host", str(address).encode()), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+    try:
+        request = h11.Request(method=method, target=target, headers=[*own, *headers])
+    except h11.LocalProtocolError as error:
+        raise Unsendable(str(error)) from None
     try:
         async with asyncio.timeout(_CONNECT_SECONDS):
             reader, writer = await asyncio.open_connection(*address)
@@ -93,12 +122,6 @@ async def send(address: Address, method: str, target: str, headers: Headers, bod
         raise Unreachable(f"{address}: {getattr(error, 'strerror', None) or error!r}") from None
     connection = _Connection(address, reader, writer)
     try:
-        own = [
-            (b"host", str(address).encode()),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        request = h11.Request(method=method, target=target, headers=[*own, *headers])
         await connection.write(request, h11.Data(data=body), h11.EndOfMessage())
         while not isinstance(event := await connection.next_event(), h11.Response):
             pass  # information such as `100 Continue`

@@ -21,7 +21,7 @@ from jaxstack.launch.child import descendants
 from jaxstack.serve.__main__ import API_KEY, main
 from jaxstack.serve.engine_choice import SeenPrefixes, choose, prefix_blocks
 from jaxstack.serve.metrics import add_up
-from jaxstack.serve.registration import parse_url
+from jaxstack.serve.registration import ENGINE_KEY, parse_url
 from tests.word_models import make_word_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,21 +91,24 @@ def test_a_router_is_an_address_of_http(url):
     [
         (["--replicas", "0"], {}, "--replicas must be at least 1"),
         (["--replicas", "2", "--router", "http://h:1"], {}, "without --router"),
-        (["--replicas", "2"], NODES, f"variable {API_KEY}"),
+        (["--replicas", "2"], {**NODES, API_KEY: "k"}, f"variable {ENGINE_KEY}"),
+        (["--router", "http://127.0.0.1:1", "--port", "0"], {}, ENGINE_KEY),
+        (["--router", "http://127.0.0.1:1", "--port", "0"], {ENGINE_KEY: " "}, "is empty"),
         (
             ["--replicas", "2", "--port", "0"],
-            {**NODES, API_KEY: "k"},
+            {**NODES, ENGINE_KEY: "k"},
             "need a --host that the others can reach",
         ),
         (
             ["--replicas", "2", "--port", "0"],
-            {**NODES, "JAXSTACK_NODE_RANK": "1", API_KEY: "k"},
+            {**NODES, "JAXSTACK_NODE_RANK": "1", ENGINE_KEY: "k"},
             "need a --port that is not 0",
         ),
     ],
 )
 def test_what_cannot_be_routed_is_one_message(options, variables, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.delenv(API_KEY, raising=False)
+    for name in (API_KEY, ENGINE_KEY):
+        monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["--run", str(tmp_path), *options]) == 2
@@ -282,7 +285,7 @@ def test_engines_of_two_nodes_register_with_the_key(model):
     from jaxstack.launch.supervisor import free_port
 
     port = free_port()
-    variables = {**NODES, API_KEY: "secret"}
+    variables = {**NODES, API_KEY: "secret", ENGINE_KEY: "the engines' secret"}
     options = ("--replicas", "1", "--host", "0.0.0.0", "--port", str(port), *SMALL)
     first = Served(model, *options, **variables)
     second = Served(model, *options, **{**variables, "JAXSTACK_NODE_RANK": "1"})
@@ -295,7 +298,7 @@ def test_engines_of_two_nodes_register_with_the_key(model):
         assert first.post(body, {"Authorization": "Bearer secret"})[0] == 200
         connection = http.client.HTTPConnection("127.0.0.1", port)
         notice = json.dumps({"id": "x", "port": 1, "model": "m"})
-        connection.request("POST", "/router/engines", notice, JSON)
+        connection.request("POST", "/router/engines", notice, {**JSON, "Authorization": "Bearer secret"})
         assert connection.getresponse().status == 401
         second.process.send_signal(signal.SIGTERM)
         assert second.process.wait(60) == 0
