@@ -157,7 +157,9 @@ def serve_replicas(
         here = Address(*bound.getsockname()[:2])
         if here.host in _EVERYWHERE:
             here = here._replace(host=_EVERYWHERE[here.host])
-        engines = Replicas(args.replicas, _arguments(args, here, here.host, report), config.drain + 10, key, report)
+        engines = Replicas(
+            args.replicas, engine_arguments(args, here, here.host, report), config.drain + 10, key, report
+        )
         router = Router(config, loopback=is_loopback(bound), api_key=api_key, engine_key=key, report=report)
         greeting = f"router of {args.replicas} engine(s) on {nodes.count} node(s) at {{}} (Ctrl-C ends)"
         with doing(None):
@@ -177,7 +179,7 @@ def _serve_further_node(
         own = local_address(str(first))
     except OSError as error:
         raise ConfigError(f"the host of the router at {first} cannot be found: {error}.") from None
-    engines = Replicas(args.replicas, _arguments(args, first, own, report), config.drain + 10, key, report)
+    engines = Replicas(args.replicas, engine_arguments(args, first, own, report), config.drain + 10, key, report)
     report(f"a further node: {args.replicas} engine(s) of the router at {first}")
     with doing(None):
         return asyncio.run(_until_signal(engines))
@@ -204,7 +206,7 @@ async def _until_signal(engines: Replicas) -> int:
     return 0
 
 
-def _arguments(args: argparse.Namespace, router: Address, host: str, report: Callable[[str], None]) -> list[str]:
+def engine_arguments(args: argparse.Namespace, router: Address, host: str, report: Callable[[str], None]) -> list[str]:
     """Return the command line of an engine, the same for all and for each start: with one checkpoint of a run."""
     step = args.step
     if step is None and TrainingRun.is_in(Path(args.run)):

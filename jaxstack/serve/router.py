@@ -237,12 +237,21 @@ class Router:
         async with self._adapters.lock:
             engines = [engine for engine in self._engines.values() if engine.takes_requests]
             answer = await self._adapters.change(engines, request.scope["path"], body, forwarded(request.headers.raw))
-            for engine in self._engines.values():
-                if not self._adapters.is_current(engine):
-                    self._doubt(engine, f"{engine.address}: it has not made the newest change of adapters")
+            await asyncio.gather(*(self._catch_up(engine, engine in engines) for engine in self._engines.values()))
         if answer is None:
             raise Refused(503, "no engine has answered; once one takes requests, ask again.")
         return Response(answer.content, answer.status, answer.headers)
+
+    async def _catch_up(self, engine: KnownEngine, answers: bool) -> None:
+        """Let an engine that has missed a change of adapters make it: now, or once it answers again."""
+        wrong = None
+        if answers:
+            try:
+                wrong = await self._adapters.reconcile(engine)
+            except EngineGone as error:
+                wrong = str(error)
+        if wrong is not None or not self._adapters.is_current(engine):
+            self._doubt(engine, f"{engine.address}: {wrong or 'it has missed a change of adapters'}")
 
     async def _forward(self, request: Request) -> Response:
         """Pass a request on to an engine, and its answer back."""

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("uvicorn")
@@ -16,13 +17,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.errors import ConfigError
+from jaxstack.serve.__main__ import make_parser
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.listen import bind, check_router, uvicorn_settings
 from jaxstack.serve.metrics import is_metrics
 from jaxstack.serve.registration import ENGINE_KEY, ROUTE, key_header
 from jaxstack.serve.relay import whole_events
-from jaxstack.serve.replicas import run_all
+from jaxstack.serve.replicas import engine_arguments, run_all
 from jaxstack.serve.router import Router
 from jaxstack.serve.unless import Ended, unless
 from jaxstack.serve.upstream import Address, Headers, Unsendable, forwarded, send
@@ -202,8 +205,7 @@ def test_adapters_are_those_of_the_newest_requests_in_all_engines():
             assert first.adapters == second.adapters == {"b": "b"}
             second.refuses.add("c")
             assert await router.change("load", "c") == 400  # one of two
-            await asyncio.sleep(1.5)
-            await router.wait_for(2)
+            assert json.loads((await router.ask("GET", "/health"))[1])["engines"] == 2
             assert first.adapters == second.adapters == {"b": "b"}
             assert await router.change("load", "b") == 400  # the name is taken
             assert first.adapters == second.adapters == {"b": "b"}
@@ -334,6 +336,20 @@ def test_a_request_that_is_no_http_is_not_sent():
             await send(Address("127.0.0.1", closed_port()), "GET", "/a b", [], b"")
 
     run(scenario)
+
+
+def test_all_engines_load_the_checkpoint_that_is_newest_at_the_start(tmp_path):
+    def arguments(*more: str) -> list[str]:
+        args = make_parser().parse_args(["--run", str(tmp_path), "--replicas", "2", *more])
+        return engine_arguments(args, Address("127.0.0.1", 8000), "127.0.0.1", print)
+
+    assert "--step" not in arguments()  # no run
+    (tmp_path / "config.yaml").write_text("{}")
+    with CheckpointManager(tmp_path / "checkpoints") as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": np.zeros(1)}, wait=True)
+    assert arguments()[-2:] == ["--step", "2"]
+    assert arguments("--step", "1")[-2:] == ["--step", "1"]
 
 
 def test_the_error_of_one_task_ends_both():
