@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jaxstack.config.base import Component
 from jaxstack.data.tool_calls import ToolCall, ToolFormat
@@ -24,6 +24,19 @@ class Function(Component):
     """JSON schema of its arguments; None: it has none."""
     strict: bool | None = None
     """Ignored: calls in the template's own format are not constrained, chosen ones always match."""
+
+    @field_validator("parameters")
+    @classmethod
+    def _are_an_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        found = "object" if parameters is None else parameters.get("type", "object")
+        if found != "object":
+            raise ValueError(f"parameters must be a JSON schema of type object, by name; found type {found!r}.")
+        return parameters
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """JSON schema of its arguments, which are an object."""
+        return {"type": "object", **(self.parameters or {})}
 
 
 class Tool(Component):
@@ -110,13 +123,13 @@ class Tools:
         if not self.chosen:
             return None
         if not self.several:
-            return self.chosen[0].parameters or {"type": "object"}
+            return self.chosen[0].arguments
         calls = [
             {
                 "type": "object",
                 "properties": {
                     "name": {"const": function.name},
-                    "parameters": function.parameters or {"type": "object"},
+                    "parameters": function.arguments,
                 },
                 "required": ["name", "parameters"],
                 "additionalProperties": False,

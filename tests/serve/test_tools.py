@@ -74,6 +74,10 @@ def test_a_chosen_tool_is_a_form_of_the_answer():
     ("fields", "message"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "array"}}}]},
+            "parameters must be a JSON schema of type object, by name; found type 'array'",
+        ),
         ({"tool_choice": "required"}, "tool_choice needs tools to choose from; add tools"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
