@@ -143,7 +143,7 @@ def arrange(batch: HostBatch, rules: AxisRules) -> HostBatch:
     except ValueError as error:
         raise ConfigError(f"parallel.context={parts}: {error}.") from None
     whole = {"positions": positions, **batch}
-    axis = len(shape) - 1
+    axis = len(shape) - 1  # of the tokens
     return {name: np.take(np.asarray(x), order, axis) if name in SEQUENCES else x for name, x in whole.items()}
 
 

@@ -17,8 +17,8 @@ Names = Sequence[str | None]
 Part = str | tuple[str, ...] | None
 """The mesh axes of one dim of a PartitionSpec."""
 
-SEQUENCES = ("tokens", "labels", "segment_ids", "positions", "dropout_keys", "experts")
-"""Arrays [B, T, ...] of a batch whose dim T is split over the axes of `length`."""
+SEQUENCES = {"tokens": 0, "labels": 0, "segment_ids": 0, "positions": 0, "dropout_keys": 0, "experts": 2}
+"""Arrays [B, ..., T, ...] of a batch whose dim T is split over the axes of `length` -> number of dims after T."""
 
 WEIGHT_AXES = ("fsdp", "context")
 """Mesh axes over which matrices are sharded between uses, and gathered where they are used. The devices of `context`
@@ -186,14 +186,14 @@ class AxisRules:
     def batch_spec(self, shape: Sequence[int], name: str = "") -> PartitionSpec:
         """Return the PartitionSpec of an array of a batch: rows over the batch axes, sequences also over `context`.
 
-        The tokens of a sequence are the last dim; several sequences of a row, such as a pair of answers, lie before it.
+        Several sequences of a row, such as a pair of answers, are a dim before that of their tokens.
         """
         rows = self.spec(("batch",), shape[:1])
         length = self.spec(("length",)) if name in SEQUENCES else PartitionSpec()
         # A spec without the undivided length also fits one number per row, such as the labels of a classifier.
         if not any(length):
             return PartitionSpec(*rows)
-        return PartitionSpec(*rows, *(None,) * (len(shape) - 2), *length)
+        return PartitionSpec(*rows, *(None,) * (len(shape) - 2 - SEQUENCES[name]), *length)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """Return the NamedSharding on this mesh of `spec`, a PartitionSpec of mesh axes."""

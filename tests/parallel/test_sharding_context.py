@@ -39,7 +39,10 @@ def test_a_batch_is_put_in_order_with_explicit_positions():
         np.testing.assert_array_equal(found[name], batch[name][:, order])
     assert found["weights"] is batch["weights"]
     shardings = BatchShardings(layout, 4)
-    assert shardings["tokens"].spec == P("data", "context") and shardings["weights"].spec == P("data")
+    for name, ndim in (("tokens", 2), ("experts", 4)):
+        assert shardings.of(name, ndim).spec == P("data", "context")
+    assert shardings.of("weights", 2).spec == P("data")
+    assert shardings.of("tokens", 3).spec == P("data", None, "context"), "pairs of answers"
     assert arrange(batch, rules(data=2)) is batch
 
 

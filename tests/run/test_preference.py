@@ -159,7 +159,6 @@ def test_its_own_pairs_are_no_text_to_evaluate_on(folder, tuned, capsys):
         (["model.dropout=0.1"], "preference.loss does not support model.dropout"),
         (["adapters.rules=[{path: mlp, dropout: 0.1}]"], "set the dropout of all adapters.rules to 0"),
         (["train.z_loss=0.1"], "preference.loss does not support train.z_loss (0.1)"),
-        (["parallel={context: 2}"], "preference.loss does not support parallel.context"),
         (["parallel={pipeline: 2}"], "preference.loss does not support parallel.pipeline"),
         (["data.augmentations=[{name: token_dropout, rate: 0.1}]"], "data.augmentations change rows of text"),
         (["train.sequence_length=6"], "set data.chat.too_long to drop, as answers are not cut"),
