@@ -238,7 +238,7 @@ def token_losses(
       labels: int32 [B, T].
       most: the labels of a row other than -100 are among `most` consecutive ones, so that only these are computed;
         None: they may be anywhere.
-      temperature: divisor of the logits.
+      temperature: divisor of the logits, after their cap.
     """
     cap = model.config.final_logit_softcapping
     options: dict[str, Any] = {"ignore_index": IGNORE, "soft_cap": cap}
@@ -247,6 +247,7 @@ def token_losses(
         cross_entropy = functools.partial(invariant_cross_entropy, temperature=temperature)
     elif temperature != 1:
         hidden = hidden / temperature
+        options["soft_cap"] = None if cap is None else cap / temperature
 
     def losses_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
         length = labels.shape[1]

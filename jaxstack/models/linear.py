@@ -247,12 +247,16 @@ fan_out.defvjp(lambda x, count: ((x,) * count, None), _fan_out_backward)
 
 
 def multiply(
-    dot_general: DotGeneral, x: Float[Array, "..."], kernel: Float[Array, "..."], contracted: int
+    dot_general: DotGeneral,
+    x: Float[Array, "..."],
+    kernel: Float[Array, "..."],
+    contracted: int,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> Float[Array, "..."]:
     """Multiply x by a kernel, contracting the last `contracted` dims of x with the first ones of the kernel.
 
     Without sharding this is a plain two-dimensional matmul: for the weight gradient of a batched one XLA's CPU backend
-    transposes the activations. Sharded dims must stay separate.
+    transposes the activations. Sharded dims must stay separate. `dtype` is that of the result; None: that of x.
     """
     rows = x.shape[: x.ndim - contracted]
     outputs = kernel.shape[contracted:]
@@ -262,9 +266,10 @@ def multiply(
         kernel = kernel.reshape(width, -1)
         contracted = 1
         if is_batch_invariant():
-            return matmul(x, kernel).reshape(*rows, *outputs)
+            return matmul(x, kernel, dtype).reshape(*rows, *outputs)
     dims = (tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted)))
-    return dot_general(x, kernel, (dims, ((), ()))).reshape(*rows, *outputs)
+    options = {} if dtype is None else {"preferred_element_type": dtype}
+    return dot_general(x, kernel, (dims, ((), ())), **options).reshape(*rows, *outputs)
 
 
 def _multiply_wide(

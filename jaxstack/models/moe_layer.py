@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxstack.models.activations import ACTIVATIONS, clamped_swiglu
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import Initializer, make_initializer
+from jaxstack.models.linear import multiply as dense_multiply
 from jaxstack.models.mlp import MLPS
 from jaxstack.models.moe.exchange import (
     Kernels,
@@ -27,8 +28,6 @@ from jaxstack.models.moe.router import MoEConfig, RouterSums, Routing, capacity,
 from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import TokenSplit, with_local_tokens
 from pallas_kernels import PackedWeight, fp8_grouped_matmul, grouped_matmul
-from pallas_kernels.batch_invariant import product as invariant
-from pallas_kernels.batch_invariant.mode import is_batch_invariant
 from pallas_kernels.target import current_target
 from pallas_kernels.weight_only.packed import is_packed
 
@@ -163,7 +162,7 @@ class MoE(nnx.Module):
         moe = self.moe
         shape = x.shape
         x, router_input = self._inputs(x, parameters)
-        logits = _router_logits(router_input, parameters["router"])
+        logits = dense_multiply(jax.lax.dot_general, router_input, parameters["router"], 1)
         if "router_bias" in parameters:
             logits = logits + parameters["router_bias"]
         balance_bias = parameters.get("balance_bias")
@@ -246,8 +245,6 @@ class MoE(nnx.Module):
                 found = fp8_grouped_matmul(x, cast(tuple[jax.Array, ...], matrices), sizes, alignment=alignment)
             else:
                 products = [self._projections[name].product for name in names]
-                if is_batch_invariant():
-                    products = [cast(Callable[..., jax.Array], invariant.grouped_matmul)] * len(names)
                 found = tuple(product(x, w, **options) for product, w in zip(products, matrices, strict=True))
             found = tuple(adapt(x, y, name) for y, name in zip(found, names, strict=True))
             if not self.moe.expert_bias:
@@ -277,12 +274,6 @@ class MoE(nnx.Module):
     @property
     def _in_fp8(self) -> set[str]:
         return {name for name, module in self._projections.items() if module.fp8}
-
-
-def _router_logits(x: Float[Array, "B T D"], kernel: Float[Array, "D E"]) -> Float[Array, "B T E"]:
-    if is_batch_invariant():
-        return invariant.matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], -1)
-    return jnp.einsum("btd,de->bte", x, kernel)
 
 
 def _widened(a: Float[Array, "G D r"], b: Float[Array, "G r F"]) -> tuple[jax.Array, jax.Array]:

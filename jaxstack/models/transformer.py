@@ -22,6 +22,7 @@ from jaxstack.models.initialization import (
 )
 from jaxstack.models.layer import Angles, CacheRoom, CacheSlots, Context, LayerCache, PageSlots, SegmentIds
 from jaxstack.models.layer_sums import LayerSums
+from jaxstack.models.linear import multiply
 from jaxstack.models.mixers import TokenMixer
 from jaxstack.models.moe.router import ROUTER, RouterSums
 from jaxstack.models.multi_token_prediction import MultiTokenPrediction
@@ -33,8 +34,6 @@ from jaxstack.parallel import batch_shards, gather_parameter, shard, splits_leng
 from jaxstack.parallel.shard_map_layers import sum_over_sequence
 from jaxstack.precision import PrecisionConfig
 from pallas_kernels import PackedWeight, packed_matmul
-from pallas_kernels.batch_invariant.mode import is_batch_invariant
-from pallas_kernels.batch_invariant.product import matmul
 
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output head."""
@@ -358,11 +357,8 @@ class Transformer(nnx.Module):
         stored = self.embedding.table if self.head is None else self.head
         if isinstance(packed := stored.get_raw_value(), PackedWeight):
             logits = packed_matmul(hidden, packed, out_dtype=jnp.float32)
-        elif is_batch_invariant():
-            rows = matmul(hidden.reshape(-1, hidden.shape[-1]), self.output_weight(), jnp.float32)
-            logits = rows.reshape(*hidden.shape[:-1], -1)
         else:
-            logits = jnp.einsum("...d,dv->...v", hidden, self.output_weight(), preferred_element_type=jnp.float32)
+            logits = multiply(jax.lax.dot_general, hidden, self.output_weight(), 1, jnp.float32)
         cap = self.config.final_logit_softcapping
         return jnp.tanh(logits / cap) * cap if cap else logits
 

@@ -31,7 +31,8 @@ def invariant_cross_entropy(
     """
 
     def usual(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-        return linear_cross_entropy(hidden / temperature, weight, labels, ignore_index=ignore_index, soft_cap=soft_cap)
+        cap = None if soft_cap is None else soft_cap / temperature  # of logits that are divided before it
+        return linear_cross_entropy(hidden / temperature, weight, labels, ignore_index=ignore_index, soft_cap=cap)
 
     def invariant(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
         matrix = weight.astype(hidden.dtype)

@@ -3,16 +3,17 @@
 Dims: R rows, D depth, F width of the result, G groups of rows with a matrix each.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.batch_invariant.mode import with_gradient_of
 from pallas_kernels.dispatch import Backend, select
-from pallas_kernels.grouped_gemm import api
 from pallas_kernels.grouped_gemm.groups import group_of_tiles
+from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 from pallas_kernels.target import Target, current_target
 from pallas_kernels.triton_support import triton_call, unsupported_target
 
@@ -94,24 +95,17 @@ def matmul(
     return with_gradient_of(plain, tiled)(x, weight)
 
 
-def grouped_matmul(
-    x: Float[Array, "R D"],
-    weights: Float[Array, "G D F"],
-    group_sizes: Int[Array, " G"],
-    *,
-    alignment: int,
-    implementation: str | None = None,
-) -> Float[Array, "R F"]:
-    """Multiply each row with its group's matrix as `pallas_kernels.grouped_matmul`, whose gradient it has.
+def grouped_matmul(request: GroupedMatmulRequest, usual: Callable[..., jax.Array]) -> Float[Array, "R F"]:
+    """Multiply each row with its group's matrix as it would be alone, see `pallas_kernels.grouped_matmul`.
 
     Args:
-        x, weights, group_sizes: as there; rows outside of every group must be 0.
-        alignment: `GROUP_TILE`.
-        implementation: backend of the gradient.
+        request: its alignment is `GROUP_TILE`, and rows outside of every group are 0.
+        usual: grouped matmul of (x, weights, group_sizes) whose gradient is taken.
     """
-    if alignment != GROUP_TILE or x.shape[0] % GROUP_TILE:
+    if request.alignment != GROUP_TILE or request.x.shape[0] % GROUP_TILE:
         raise ValueError(
-            f"groups must begin at multiples of {GROUP_TILE} rows; got alignment {alignment}, {x.shape[0]} rows"
+            f"groups must begin at multiples of {GROUP_TILE} rows; got alignment {request.alignment}, "
+            f"{request.x.shape[0]} rows"
         )
 
     def tiled(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -119,10 +113,7 @@ def grouped_matmul(
         groups, _ = group_of_tiles(sizes, GROUP_TILE, tiles)
         return _multiply(TiledProduct(x, weights, groups, GROUP_TILE, x.dtype, current_target()))
 
-    def usual(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-        return api.grouped_matmul(x, weights, sizes, alignment=alignment, implementation=implementation)
-
-    return with_gradient_of(usual, tiled)(x, weights, group_sizes)
+    return with_gradient_of(usual, tiled)(request.x, request.weights, request.group_sizes)
 
 
 def _multiply(product: TiledProduct) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.batch_invariant.mode import is_batch_invariant
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.target import Target, current_target
 from pallas_kernels.triton_support import triton_call, unsupported_target
@@ -29,8 +30,17 @@ def sum_row(x: Float[Array, "*R n"]) -> Float[Array, "*R 1"]:
     return x
 
 
+def row_total(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
+    """Sum over a small dim, which stays with the size 1; in the context `batch_invariant` by `sum_row`."""
+    if not is_batch_invariant():
+        return x.sum(axis=axis, keepdims=True)
+    return jnp.moveaxis(sum_row(jnp.moveaxis(x, axis, -1)), -1, axis)
+
+
 def softmax(x: Float[Array, "*R n"]) -> Float[Array, "*R n"]:
-    """Return the softmax over the last dim, which is small."""
+    """Return the softmax over the last dim, which is small; in the context `batch_invariant` by `sum_row`."""
+    if not is_batch_invariant():
+        return jax.nn.softmax(x, axis=-1)
     exponentials = jnp.exp(x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True)))
     return exponentials / sum_row(exponentials)
 

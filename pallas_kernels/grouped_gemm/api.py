@@ -8,12 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.array_types import AnyArray
+from pallas_kernels.batch_invariant import product
+from pallas_kernels.batch_invariant.mode import is_batch_invariant
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.fp8.blockwise import BLOCK
 from pallas_kernels.grouped_gemm import mosaic, reference, triton, xla
 from pallas_kernels.grouped_gemm.fp8 import FP8_BACKENDS, Fp8GroupedRequest
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest, make_request
-from pallas_kernels.weight_only.packed import PackedWeight
+from pallas_kernels.weight_only.packed import PackedWeight, is_packed
 
 
 def _by_name_only(request: GroupedMatmulRequest) -> str:
@@ -70,14 +72,22 @@ def grouped_matmul(
             never falls back.
 
     Returns:
-        [R, F] in the dtype of x; rows outside of every group are 0.
+        [R, F] in the dtype of x; rows outside of every group are 0. In the context `batch_invariant` no row's result
+        depends on another row.
 
     Raises:
         ValueError: an argument breaks a rule.
         NotSupported: the named backend cannot compute the call (a ValueError).
     """
-    request = make_request(x, weights, group_sizes, alignment)
-    return select("grouped_matmul", BACKENDS, implementation, request).call(request)
+
+    def multiply(x: AnyArray, weights: AnyArray | PackedWeight, group_sizes: AnyArray) -> jax.Array:
+        request = make_request(x, weights, group_sizes, alignment)
+        return select("grouped_matmul", BACKENDS, implementation, request).call(request)
+
+    if is_batch_invariant() and not is_packed(weights):
+        request = make_request(x, weights, group_sizes, alignment)
+        return product.grouped_matmul(request, multiply)
+    return multiply(x, weights, group_sizes)
 
 
 def fp8_grouped_matmul(
@@ -137,6 +147,8 @@ def grouped_matmul_alignment(
         packed: True if the matrices are packed in few bits.
         implementation: name of a backend, or None for the automatic choice.
     """
+    if is_batch_invariant():
+        return product.GROUP_TILE
     if fp8:
         return BLOCK
     if packed:

@@ -142,7 +142,7 @@ def test_the_forecast_counts_packed_bytes(folder, both):
     assert plain - packed == pytest.approx(4 * size.values - size.bytes)
 
 
-def test_without_adapters_the_weights_are_unpacked(folder):
+def test_without_adapters_the_weights_are_unpacked(folder, both):
     config = load_config(folder / "tuned.yaml", ["run.name=other"])
     assert find_packed_base(config) == folder / "packed"
     said = []

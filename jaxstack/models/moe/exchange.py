@@ -13,7 +13,7 @@ R rows.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial, reduce
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import PackedWeight, grouped_matmul_alignment
-from pallas_kernels.batch_invariant.mode import is_batch_invariant
-from pallas_kernels.batch_invariant.product import GROUP_TILE
+from pallas_kernels.batch_invariant.rows import row_total
 from pallas_kernels.grouped_gemm.groups import aligned_rows, group_bounds
 from pallas_kernels.weight_only.packed import is_packed
 
@@ -86,10 +85,7 @@ def _spread(x: jax.Array, rows: Rows) -> jax.Array:
 
 def _collect(y: jax.Array, rows: Rows) -> jax.Array:
     found = y.at[rows.place].get(mode="fill", fill_value=0)
-    if is_batch_invariant():
-        parts = jnp.split(found.astype(jnp.float32), found.shape[1], axis=1)
-        return reduce(jnp.add, parts)[:, 0].astype(y.dtype)
-    return found.sum(axis=1, dtype=jnp.promote_types(y.dtype, jnp.float32)).astype(y.dtype)
+    return row_total(found.astype(jnp.promote_types(y.dtype, jnp.float32)), axis=1)[:, 0].astype(y.dtype)
 
 
 @jax.custom_vjp
@@ -191,8 +187,6 @@ def compute_on_this_device(
     """
     count = jax.tree.leaves(kernels)[0].shape[0]
     alignment = grouped_matmul_alignment(experts.size, count, fp8=fp8, packed=_is_packed(kernels))
-    if is_batch_invariant():
-        alignment = GROUP_TILE
     rows, sizes = arrange(experts, count, alignment)
     return sum_rows(compute(take_rows(x, rows), take_weights(weights, rows), kernels, sizes, alignment), rows)
 

@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
-from pallas_kernels.batch_invariant import rows as invariant
-from pallas_kernels.batch_invariant.mode import is_batch_invariant
+from pallas_kernels.batch_invariant.rows import row_total, softmax
 
 
 class MoEConfig(Component):
@@ -198,7 +197,7 @@ def route(
     """
     experts_count = config.num_experts
     chosen_count = config.num_experts_per_tok
-    probabilities = invariant.softmax(logits) if is_batch_invariant() else jax.nn.softmax(logits, axis=-1)
+    probabilities = softmax(logits)
     scores = probabilities if config.scoring_func == "softmax" else jax.nn.sigmoid(logits)
     ranked = scores if bias is None else scores + bias
     ranked = _within_best_groups(config, jax.lax.stop_gradient(ranked))
@@ -215,8 +214,7 @@ def route(
         experts = jnp.where(known, experts, best[..., : experts.shape[-1]])
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
-        total = invariant.sum_row(weights) if is_batch_invariant() else weights.sum(axis=-1, keepdims=True)
-        weights = weights / (total + 1e-20)
+        weights = weights / (row_total(weights) + 1e-20)
     weights = weights * config.routed_scaling_factor
     counts = jax.nn.one_hot(experts, experts_count, dtype=jnp.float32).sum(axis=(1, 2))
     if config.scoring_func == "sigmoid":

@@ -14,11 +14,12 @@ import pytest
 from pallas_kernels import lowering_platform, record_choices
 from pallas_kernels.batch_invariant.attention import TILE, attend_pages, attend_whole
 from pallas_kernels.batch_invariant.cross_entropy import invariant_cross_entropy
-from pallas_kernels.batch_invariant.product import ProductPlan, grouped_matmul, matmul
+from pallas_kernels.batch_invariant.product import ProductPlan, matmul
 from pallas_kernels.batch_invariant.rows import NormPlan, SumPlan, normalize
 from pallas_kernels.paged_attention import triton
 from pallas_kernels.paged_attention.request import make_request
 from tests.hopper import compile_for_hopper
+from tests.pallas_kernels.batch_invariant.test_rows import in_fixed_order
 from tests.pallas_kernels.triton_interpreter import Array, needs_triton, run_interpreted
 
 
@@ -85,7 +86,7 @@ CALLS = {
     "matmul": (matmul, shaped(*ROWS), shaped(256, 320)),
     "router": (matmul, shaped(*ROWS, dtype="float32"), shaped(256, 24, dtype="float32")),
     "groups": (
-        lambda *arrays: grouped_matmul(*arrays, alignment=64),
+        in_fixed_order,
         shaped(320, 256), shaped(4, 256, 192), shaped(4, dtype="int32"),
     ),
     "norm": (lambda x, gain: normalize(x, gain, None, 1e-5), shaped(*ROWS), shaped(256, dtype="float32")),
