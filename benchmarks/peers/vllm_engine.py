@@ -4,8 +4,8 @@
 
 FOLDER has a config.json. It runs in an environment with vLLM, of which it imports nothing else of jaxstack; prints a
 JSON object per measurement. Prompts are random tokens; answers are greedy and of full length (`ignore_eos`), and are
-not turned into text. The prefix cache is off; all other settings are vLLM's defaults, with CUDA graphs and
-torch.compile, and the engine in this process.
+not turned into text. There is no prefix cache, no sampler of FlashInfer and no DeepGEMM, and the engine is in this
+process; all other settings are vLLM's defaults, with CUDA graphs and torch.compile.
 """
 
 import argparse

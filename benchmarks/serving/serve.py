@@ -18,8 +18,8 @@ embedding; of experts those that a token uses). Its row has the tokens/s while a
 each kind of program, the share of these durations in which the host waited for the device, and the share of the run
 in which nothing was dispatched; further rows have the device time of single programs, by kind of kernel. latency:
 --batches prompts at once on an idle engine, the time until all have their first token, and of each further step.
-With --vllm, the Python of an environment with vLLM, it is measured before ours in throughput and latency, with the same
-requests (`benchmarks/peers/vllm_engine.py`); rows of ours then tell the ratio.
+With --vllm, the Python of an environment with vLLM, it is measured before ours in throughput and latency, with as many
+prompts of the same lengths (`benchmarks/peers/vllm_engine.py`); rows of ours then tell the ratio.
 All are greedy, through the library's API, after warm-up. `start_seconds` is the time that the engine takes to start; it
 compiles what is not in JAX's persistent compilation cache. Rows are appended to benchmarks/results/serve.jsonl.
 """

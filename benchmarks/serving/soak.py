@@ -114,7 +114,8 @@ class Soak:
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": most, "seed": choose.randrange(2**31)}
         further: Sequence[dict[str, Any]] = (
             {}, {}, {}, {"temperature": 0}, {"top_p": 0.9, "top_k": 5}, {"logprobs": 3}, {"frequency_penalty": 0.5},
-            {"n": 2}, {"ignore_eos": True}, {"priority": choose.randint(-1, 1)}, {"logit_bias": {"1": 5}},
+            {"n": 2}, {"guided_regex": "[a-z]{1,8}"},
+            {"ignore_eos": True}, {"priority": choose.randint(-1, 1)}, {"logit_bias": {"1": 5}},
         )  # fmt: skip
         return body | choose.choice(further)
 
@@ -260,7 +261,10 @@ class Soak:
         """Return the numbers of running and waiting requests, and the share of the cache's pages that is in use."""
         _, _, content = await self._request("/metrics", None)
         names = "num_requests_running|num_requests_waiting|kv_cache_usage_perc"
-        return {k: float(v) for k, v in re.findall(rf"^vllm:({names}){{.*}} (\S+)$", content.decode(), re.M)}
+        found = {k: float(v) for k, v in re.findall(rf"^vllm:({names}){{.*}} (\S+)$", content.decode(), re.M)}
+        if len(found) != 3:
+            raise Unexpected(f"gauges are missing in /metrics; found {[*found]}")
+        return found
 
     async def until_idle(self) -> None:
         """Wait until nothing runs, waits or has pages; note a failure if that does not come."""

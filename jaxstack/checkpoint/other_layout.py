@@ -75,7 +75,10 @@ def gather(
         return True
 
     while usable:
-        chosen = list({copy.part: copy for copy in reversed(usable)}.values())[::-1]
+        first_of: dict[Part, PartCopy] = {}
+        for copy in usable:
+            first_of.setdefault(copy.part, copy)
+        chosen = list(first_of.values())
         if not all(copy.root in indexes or is_intact(copy, ()) for copy in chosen):
             continue
         known = [indexes[copy.root] for copy in chosen]

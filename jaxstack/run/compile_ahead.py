@@ -22,6 +22,7 @@ from jaxstack.run.build import make_trainer
 from jaxstack.run.packed_base import packed_view
 from jaxstack.run.setting import after_loss
 from jaxstack.run_config import RunConfig
+from jaxstack.step import StepSettings
 
 _LEAST_PRIORITY = 19
 
@@ -71,6 +72,7 @@ class CompileAhead:
         try:
             base = packed_view(packed_weights(find_packed_base(config)))
             trainer = make_trainer(config, self._data, devices, base=base)
+            trainer.set_step(StepSettings(config.resilience.spike_threshold, config.observe.noise_scale))
             rows = config.train.global_batch_size
             shardings = BatchShardings(trainer.rules, rows)
             shapes = {

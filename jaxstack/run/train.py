@@ -204,7 +204,7 @@ def train(
             load_packed_base(base, trainer, say)
         tasks = TrainingTasks(config, trainer, data.tokenizer)
         ahead = None
-        if config.resilience.compile_ahead and config.policy.loss is None:  # whose step is another trainer's
+        if config.resilience.compile_ahead and config.policy.loss is None:  # which makes a plain `Trainer`
             asked = asked.model_copy(update={"model": config.model})
             ahead = stack.enter_context(contextlib.closing(CompileAhead(asked, data, say)))
         settings = LoopSettings(

@@ -184,7 +184,7 @@ def _read_key(variable: str) -> str | None:
     """
     key = os.environ.get(variable)
     if key is not None and not key.strip():
-        raise ConfigError(f"the environment variable {variable} is empty; unset it to ask for no key.")
+        raise ConfigError(f"the environment variable {variable} is empty; set it to a key, or unset it.")
     if key is not None and any(ord(character) < 32 or ord(character) == 127 for character in key.strip()):
         raise ConfigError(
             f"the environment variable {variable} has a control character, such as a line break, which no client can "

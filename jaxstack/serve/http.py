@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -349,10 +349,7 @@ async def refusal(request: Request, error: Exception) -> Response:
     """Return the response to a request that was refused."""
     assert isinstance(error, Refused)
     headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
-    body = error_body(str(error), error.status, error.code)
-    if request.url.path.startswith("/v1/messages"):
-        body = messages_error(body, error.status)
-    return JSONResponse(body, error.status, headers.get(error.status))
+    return _error(request, str(error), error.status, error.code, headers.get(error.status))
 
 
 async def http_error(request: Request, error: Exception) -> Response:
@@ -361,9 +358,19 @@ async def http_error(request: Request, error: Exception) -> Response:
     known = ", ".join(route.path for route in request.app.routes if "{" not in route.path)
     messages = {404: f"there is nothing at {request.url.path}; known: {known}."}
     message = messages.get(error.status_code, f"{error.detail}: {request.method} {request.url.path}.")
-    return JSONResponse(error_body(message, error.status_code), error.status_code, error.headers)
+    return _error(request, message, error.status_code, headers=error.headers)
 
 
 async def failure(request: Request, error: Exception) -> Response:
     """Return the response to a request that failed unexpectedly."""
-    return JSONResponse(error_body(f"the server failed: {type(error).__name__}.", 500), 500)
+    return _error(request, f"the server failed: {type(error).__name__}.", 500)
+
+
+def _error(
+    request: Request, message: str, status: int, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return an error in the format of the route's API."""
+    body = error_body(message, status, code)
+    if request.url.path.startswith("/v1/messages"):
+        body = messages_error(body, status)
+    return JSONResponse(body, status, headers)

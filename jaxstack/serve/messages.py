@@ -361,7 +361,13 @@ class BlockWriter:
 
 def messages_error(body: Mapping[str, Any], status: int) -> dict[str, Any]:
     """Return an error in Anthropic's format, given the same in OpenAI's."""
-    kinds = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
+    kinds = {
+        413: "request_too_large",
+        500: "api_error",
+        502: "api_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
     error = {"type": kinds.get(status, body["error"]["type"]), "message": body["error"]["message"]}
     return {"type": "error", "error": error}
 

@@ -20,7 +20,7 @@ class ReasoningReader:
         self._fresh = True
         """True: white space that comes next is dropped."""
         self.answers = False
-        """True once all that follows is the answer."""
+        """True while the text is the answer."""
         self.reasons = begun
         """True while the text is reasoning."""
 

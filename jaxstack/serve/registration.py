@@ -98,7 +98,7 @@ class Registration:
                 async with await send(self._router, "POST", ROUTE, headers, body) as answer:
                     content = await answer.read()
         except (EngineGone, TimeoutError) as error:
-            return f"the router at {self._router} does not answer ({error}); trying again"
+            return f"the router at {self._router} does not answer ({str(error) or 'no answer in time'}); trying again"
         if answer.status != 200:
             return f"the router at {self._router} refuses this engine: {content.decode(errors='replace')[:300]}"
-        return f"an engine of the router at {self._router}"
+        return f"registered with the router at {self._router}"

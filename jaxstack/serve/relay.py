@@ -63,7 +63,6 @@ def error_event(path: str, message: str, number: int) -> bytes:
     body: dict[str, Any] = error_body(message, 502)
     if path.startswith("/v1/messages"):
         body = messages_error(body, 502)
-        body["error"]["type"] = "api_error"
     elif path.startswith("/v1/responses"):
         body = {
             "type": "error",

@@ -72,7 +72,7 @@ class Replicas:
             await self._end()
 
     async def _keep_running(self, number: int, environment: Mapping[str, str]) -> None:
-        pause = 1.0
+        pause = 0.0
         has_worked = False
         while True:
             began = time.monotonic()
@@ -89,9 +89,9 @@ class Replicas:
             has_worked = has_worked or healthy
             if code == 2 and not has_worked:
                 raise ConfigError(f"engine {number} ended with exit code 2; its message is above.")
-            pause = 1.0 if healthy else min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            self._report(f"engine {number} ended with {code}; starting it again in {pause / 2:g} s")
-            await asyncio.sleep(pause / 2)
+            pause = 0.0 if healthy else min(max(1.0, 2 * pause), _LONGEST_PAUSE_SECONDS)
+            self._report(f"engine {number} ended with {code}; starting it again in {pause:g} s")
+            await asyncio.sleep(pause)
 
     async def _end(self) -> None:
         """Send SIGTERM to all engines, and SIGKILL to those that have not ended after their time."""

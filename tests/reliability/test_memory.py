@@ -111,6 +111,7 @@ def damage(copy: Path) -> None:
         (("own", "neighbour"), (0,), "from memory: own 1, neighbour 0, other layout 1, "),
         (("own", "neighbour"), (0, 1), "checkpoints, "),
     ],
+    ids=["own", "both", "all"],
 )
 def test_a_damaged_copy_is_named_and_the_next_source_used(runs: Runs, unbroken, kinds, damaged, source, record):
     """Damage to copies while nothing runs: the launcher is stopped for that, as it restarts after a second.

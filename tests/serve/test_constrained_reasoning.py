@@ -46,7 +46,7 @@ def engine(tokenizer):
 @pytest.mark.longer
 @pytest.mark.parametrize("name", ENDS)
 def test_an_answer_of_a_given_form_comes_after_reasoning(tokenizer, engine, tmp_path, name):
-    """Of a schema, or as a call that it must make; streamed too. Without reasoning the whole answer has the form."""
+    """Of a schema, or as a call that it must make. Without reasoning the whole answer has the form."""
     (tmp_path / "chat.jinja").write_text(TEMPLATES[name])
     server, port = listen(engine, ServerConfig(chat_template=str(tmp_path / "chat.jinja")), tokenizer=tokenizer)
     form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
@@ -62,7 +62,7 @@ def test_an_answer_of_a_given_form_comes_after_reasoning(tokenizer, engine, tmp_
         message = found["choices"][0]["message"]
         assert json.loads(message["content"])["city"] in CITY["enum"] and found["choices"][0]["finish_reason"] == "stop"
         reasoned = found["usage"]["completion_tokens_details"]["reasoning_tokens"]
-        assert ENDS[name] not in message.get("reasoning_content", "") and reasoned >= 0
+        assert ENDS[name] not in message.get("reasoning_content", "")
         seen.add(reasoned > 0)
     assert True in seen
     chosen = asked | biased | {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}

@@ -9,6 +9,8 @@ import pytest
 from jaxstack.config.loader import build_component
 from jaxstack.errors import ConfigError
 from jaxstack.serve.config import ServerConfig
+
+pytest.importorskip("starlette")
 from jaxstack.serve.messages import MessagesRequest
 from tests.serve.test_http import CITY, LIMITS, SCHEMA, ask, engine, idle, listen, port  # noqa: F401 fixtures
 from tests.serve.test_reasoning import Says, tokenizer  # noqa: F401 fixture

@@ -10,6 +10,8 @@ from jaxstack.data.tool_calls import EXAMPLE, derive_format
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.scores import TokenScore
 from jaxstack.errors import ConfigError
+
+pytest.importorskip("starlette")
 from jaxstack.serve.answers import Readers, TextAnswer
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.reasoning import ReasoningReader

@@ -247,8 +247,6 @@ def test_no_request_is_lost_when_an_engine_ends_under_load(served, fault):
     served.wait_for_engines(3)
     _, metrics = served.get("/metrics")
     assert "jaxstack:router_engines 3.0" in metrics
-    counted = re.search(r'vllm:request_success_total\{finished_reason="length",model_name="llama"\} ([\d.]+)', metrics)
-    assert counted is not None
 
 
 @pytest.mark.exhaustive

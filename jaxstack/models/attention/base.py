@@ -5,7 +5,7 @@ Dims: B batch, T query length, S key length, N heads, K kv heads, H head_dim.
 
 import dataclasses
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,11 @@ class AttentionSpec:
     implementation: str | None = None
     cache_format: CacheFormat | None = None
     value_width: int | None = None
+
+    @property
+    def score_options(self) -> dict[str, Any]:
+        """Settings of the scores, by the names that kernels give them."""
+        return {"scale": self.scale, "soft_cap": self.soft_cap, "window": self.window}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,8 +110,7 @@ def _attend_invariantly(
 ) -> Float[Array, "R T N H"]:
     """Compute attention as `SoftmaxAttention.attend` does in the context `batch_invariant`, with the same bits."""
     key, value = (cast(jax.Array, x) for x in cache)
-    options = {"scale": heads.scale, "soft_cap": heads.soft_cap, "window": heads.window}
-    return invariant.attend_pages(q, key, value, group.table, group.lengths, **options)
+    return invariant.attend_pages(q, key, value, group.table, group.lengths, **heads.score_options)
 
 
 def _attend_chunk(

@@ -58,8 +58,8 @@ class SoftmaxAttention(MaskedSoftmax):
         heads: AttentionSpec,
     ) -> Float[Array, "B T N H"]:
         if is_batch_invariant():
-            options = {"scale": heads.scale, "soft_cap": heads.soft_cap, "window": heads.window}
-            return attend_whole(q, k, v, **options, implementation=heads.implementation)
+            assert segment_ids is None, "the kernel takes whole sequences, not packed documents"
+            return attend_whole(q, k, v, **heads.score_options, implementation=heads.implementation)
         out = flash_attention(
             q,
             k,

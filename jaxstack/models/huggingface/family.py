@@ -127,7 +127,7 @@ class Family:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Convert a model configuration to a config.json, without token ids and dtype.
 
-        A family that has no such layers for multi-token prediction leaves them out; the function stays the same.
+        Layers for multi-token prediction are left out if the files cannot have so many; the function stays the same.
 
         Raises:
           ConfigError: the family cannot express the model; the message names the fields.

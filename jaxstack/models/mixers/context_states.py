@@ -4,6 +4,7 @@ By an all-to-all each device gets whole sequences of a part of the heads; or eac
 sequences, of all heads, and all devices gather what each part does to the states (`pallas_kernels.sequence_shards`).
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -62,6 +63,6 @@ def convolve_parts(
     return shards.join(short_convolution(parts, taps, bias, segment_ids=ids, tail=tail))
 
 
-def convolution_over(axis: str | None) -> partial:
+def convolution_over(axis: str | None) -> Callable[..., jax.Array]:
     """Return `short_convolution` for whole sequences, or for their parts on the devices of an axis."""
-    return partial(short_convolution) if axis is None else partial(convolve_parts, axis)
+    return short_convolution if axis is None else partial(convolve_parts, axis)
