@@ -59,6 +59,10 @@ class Component(BaseModel, metaclass=_RefusesPlainly):
         protected_namespaces=(),
     )
 
+    if TYPE_CHECKING:  # pydantic makes it, as components are frozen
+
+        def __hash__(self) -> int: ...
+
 
 class PathRule(Component):
     """Base of rules for the parameters whose path contains a match of a regular expression; the first match wins."""

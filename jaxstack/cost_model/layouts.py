@@ -5,13 +5,14 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from jaxstack.errors import ConfigError, nearest
 from jaxstack.parallel.config import AXES, ParallelConfig, factorizations
 from jaxstack.parallel.pipeline.plan import fitting_microbatches, plan_pipeline
 from jaxstack.run_config import RunConfig
@@ -29,6 +30,10 @@ RECIPES = ("none", "delayed", "current", "blockwise")
 _MORE_VIRTUAL_STAGES = (4, 8)
 """Numbers of virtual stages of a device that a search tries in addition to 2."""
 _COLUMNS = (*AXES, "sequence", "zero", "schedule", "chunks", "microbatches", "remat", "fp8")
+_NAMED = {"schedule": SCHEDULES, "remat": REMATS, "fp8": RECIPES}
+"""Columns that have indices of names."""
+MICROBATCH_SIZE = "microbatch_size"
+"""Name that restrictions of a search have for the sequences of a microbatch in each replica."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +113,40 @@ def layout_table_of(config: RunConfig) -> LayoutTable:
     return LayoutTable({name: np.array([row[name]], float) for name in _COLUMNS})
 
 
+def parse_restrictions(text: str) -> dict[str, int]:
+    """Parse the restrictions of a search, such as `zero=0,remat=full,microbatch_size=4`.
+
+    Args:
+      text: settings with the only value that a search shall try, separated by commas: columns of `LayoutTable`, or
+        `microbatch_size`, the sequences of a microbatch in each replica.
+
+    Returns:
+      Setting -> value; for settings with named values their index.
+
+    Raises:
+      ConfigError: a setting or a value is unknown.
+    """
+    found = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = map(str.strip, part.partition("="))
+        known = (*_COLUMNS, MICROBATCH_SIZE)
+        if name not in known:
+            raise ConfigError(f"--only {part!r}: there is no setting {name!r}; {nearest(name, known)}")
+        named = _NAMED.get(name)
+        if named is None and not value.isdecimal():
+            raise ConfigError(f"--only {part!r}: {name} needs a whole number, such as {name}=1.")
+        if named is not None and value not in named:
+            raise ConfigError(f"--only {part!r}: {name} must be one of {', '.join(named)}.")
+        found[name] = int(value) if named is None else named.index(value)
+    return found
+
+
 def enumerate_layouts(
-    config: RunConfig, devices: int, remats: Sequence[str] = ON_DEVICE, recipes: Sequence[str] | None = None
+    config: RunConfig,
+    devices: int,
+    remats: Sequence[str] = ON_DEVICE,
+    recipes: Sequence[str] | None = None,
+    only: Mapping[str, int] | None = None,
 ) -> tuple[LayoutTable, collections.Counter[str]]:
     """Return all layouts of a configuration that the trainer accepts, and how many layouts each rule refuses.
 
@@ -118,15 +155,22 @@ def enumerate_layouts(
       devices: product of the degrees.
       remats: policies of `model.remat` to try.
       recipes: values of `precision.fp8` to try; default: the configuration's.
+      only: restrictions by `parse_restrictions`; layouts with other degrees are not enumerated at all, those with
+        other settings are counted as refused.
 
     Returns:
       The layouts, and the number of refused ones by rule (its message without values).
     """
-    recipes = recipes or (config.precision.fp8,)
+    only = only or {}
+    remats = (REMATS[only["remat"]],) if "remat" in only else remats
+    recipes = (RECIPES[only["fp8"]],) if "fp8" in only else recipes or (config.precision.fp8,)
     refused: collections.Counter[str] = collections.Counter()
     rows: list[tuple[float, ...]] = []
-    for degrees in factorizations(devices, len(AXES)):
-        for parallel in _variants(config, dict(zip(AXES, degrees, strict=True)), refused):
+    for numbers in factorizations(devices, len(AXES)):
+        degrees: dict[str, int] = dict(zip(AXES, numbers, strict=True))
+        if any(degrees[axis] != only.get(axis, degrees[axis]) for axis in AXES):
+            continue
+        for parallel in _variants(config, degrees, refused):
             train = config.train.model_copy(update={"gradient_accumulation": 1})
             problems = config.model_copy(update={"parallel": parallel, "train": train}).layout_problems()
             if problems:
@@ -134,7 +178,26 @@ def enumerate_layouts(
             else:
                 rows.extend(_rows(parallel, config, remats, recipes))
     table = np.array(rows, float).reshape(-1, len(_COLUMNS))
-    return LayoutTable({name: table[:, index] for index, name in enumerate(_COLUMNS)}), refused
+    found = LayoutTable({name: table[:, index] for index, name in enumerate(_COLUMNS)})
+    return _select_only(found, config, only, refused), refused
+
+
+def _select_only(
+    layouts: LayoutTable, config: RunConfig, only: Mapping[str, int], refused: collections.Counter[str]
+) -> LayoutTable:
+    """Return the layouts with the values of `only`; count the others in `refused`."""
+    for name, value in only.items():
+        shown = _NAMED[name][value] if name in _NAMED else value
+        fits = (microbatch_size(layouts, config) if name == MICROBATCH_SIZE else layouts[name]) == value
+        refused.update({f"{name} other than {shown}": int((~fits).sum())} if not fits.all() else {})
+        layouts = layouts.select(fits)
+    return layouts
+
+
+def microbatch_size(layouts: LayoutTable, config: RunConfig) -> Floats:
+    """Return the number of sequences of a microbatch in each replica, for each layout."""
+    rows = layouts["data"] * layouts["fsdp"] * layouts["expert"] * layouts["microbatches"]
+    return config.train.global_batch_size / rows
 
 
 def _variants(

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -48,7 +48,12 @@ class SearchResult:
 
 
 def search_layouts(
-    config: RunConfig, cluster: Cluster, *, top: int = 10, recipes: Sequence[str] | None = None
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    top: int = 10,
+    recipes: Sequence[str] | None = None,
+    only: Mapping[str, int] | None = None,
 ) -> SearchResult:
     """Return the layouts of a configuration with the fastest predicted steps, among those that fit a cluster's memory.
 
@@ -60,14 +65,17 @@ def search_layouts(
       cluster: the devices.
       top: number of layouts to return.
       recipes: values of `precision.fp8` to try; default: the configuration's.
+      only: settings of which a single value is tried, by `parse_restrictions`.
 
     Raises:
       ConfigError: no layout passes the rules, or none fits; the message names the nearest way out.
     """
     began = time.perf_counter()
     remats = tuple(dict.fromkeys((*ON_DEVICE, config.model.remat)))
-    layouts, refused = enumerate_layouts(config, cluster.devices, remats, recipes)
+    layouts, refused = enumerate_layouts(config, cluster.devices, remats, recipes, only)
     if not len(layouts):
+        if only:
+            _refuse_restrictions(config, cluster, only, refused)
         rules = "; ".join(f"{rule} ({count:,} layouts)" for rule, count in refused.most_common(3))
         raise ConfigError(
             f"no layout of this model and batch has {cluster.devices} devices: {rules}. Change train.global_batch_size "
@@ -84,6 +92,19 @@ def search_layouts(
     order = _ranking(fitting, total(model.seconds(fitting)))[:top]
     found = model.forecasts(fitting.select(order))
     return SearchResult(found, len(layouts), len(fitting), refused, time.perf_counter() - began)
+
+
+def _refuse_restrictions(
+    config: RunConfig, cluster: Cluster, only: Mapping[str, int], refused: collections.Counter[str]
+) -> None:
+    """Raise ConfigError if the restrictions of a search are what leaves no layout."""
+    if len(enumerate_layouts(config, cluster.devices, ("full",))[0]):
+        rules = "; ".join(f"{rule} ({count:,} layouts)" for rule, count in refused.most_common(3))
+        raise ConfigError(
+            f"no layout of {cluster.devices} devices has what --only asks for ({', '.join(only)})"
+            + (f": {rules}" if rules else "")
+            + ". Leave a part of it out."
+        )
 
 
 def _ranking(layouts: LayoutTable, seconds: Floats) -> np.ndarray:

@@ -414,9 +414,7 @@ class ModelConfig(Component):
 
     def layers(self) -> tuple[Layer, ...]:
         """Return what each layer consists of: its token mixer, window, rotation and feed-forward sublayer."""
-        kinds = self._layer_kinds()
-        records = {kind: self._layer(*kind) for kind in set(kinds)}
-        return tuple(records[kind] for kind in kinds)
+        return _layers_and_mixers(self)[0]
 
     def _layer_names(self) -> list[str]:
         """Return the layer type of each layer."""
@@ -484,7 +482,7 @@ class ModelConfig(Component):
 
     def mixers(self) -> list[Mixer]:
         """Return the configurations of the layers' token mixers, each once."""
-        return list(dict.fromkeys(layer.mixer for layer in self.layers() if layer.mixer is not None))
+        return list(_layers_and_mixers(self)[1])
 
     @property
     def layer_pattern(self) -> tuple[int, int]:
@@ -499,6 +497,15 @@ class ModelConfig(Component):
     def end_layers(self) -> int:
         """Number of layers at each end that are not scanned: `unscanned_end_layers`, or fewer, to leave one to scan."""
         return min(self.unscanned_end_layers, (self.num_layers - 1) // 2)
+
+
+@functools.lru_cache(maxsize=64)
+def _layers_and_mixers(model: ModelConfig) -> tuple[tuple[Layer, ...], tuple[Mixer, ...]]:
+    """Return the layers of a model and its token mixers, each once; a search of layouts asks for them per layout."""
+    kinds = model._layer_kinds()
+    records = {kind: model._layer(*kind) for kind in set(kinds)}
+    layers = tuple(records[kind] for kind in kinds)
+    return layers, tuple(dict.fromkeys(layer.mixer for layer in layers if layer.mixer is not None))
 
 
 @functools.lru_cache(maxsize=64)

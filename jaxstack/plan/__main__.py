@@ -76,6 +76,12 @@ def add_search_arguments(parser: CommandParser) -> None:
         default="fastest",
         help="tensor-first: Megatron-LM's rule, the smallest tensor x pipeline that fits, tensor first",
     )
+    group.add_argument(
+        "--only",
+        metavar="SETTINGS",
+        help="try a single value of these settings, such as zero=0,remat=full,microbatch_size=4; names: degrees, zero, "
+        "schedule, chunks, microbatches, remat, fp8, and microbatch_size, sequences of a microbatch in each replica",
+    )
     group.add_argument("--fp8", action="store_true", help="try FP8 recipes too, which change the numerics")
     group.add_argument(
         "--verify", type=int, default=0, metavar="N", help="compile the first N layouts for their memory (minutes)"
@@ -144,7 +150,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
                 raise ConfigError(f"--{name} {written} would overwrite {given}, which is read: give it another name.")
     if args.top < 1 or args.verify < 0:
         raise ConfigError(f"--top ({args.top}) must be at least 1 and --verify ({args.verify}) at least 0.")
-    used = [name for name in ("tokens", "price", "max_days", "max_cost", "output", "verify") if getattr(args, name)]
+    used = [
+        name for name in ("tokens", "price", "max_days", "max_cost", "output", "verify", "only") if getattr(args, name)
+    ]
     if args.cluster is None and (used or args.fp8 or args.policy != "fastest"):
         option = used[0] if used else "fp8" if args.fp8 else "policy"
         raise ConfigError(f"--{option.replace('_', '-')} belongs to a search: add --cluster, such as '8 x 8 h200'.")

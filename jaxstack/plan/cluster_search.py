@@ -7,6 +7,7 @@ from pathlib import Path
 from jaxstack.config.loader import dump_yaml
 from jaxstack.cost_model.cluster import parse_cluster
 from jaxstack.cost_model.forecast import CHINCHILLA_TOKENS, Forecast, TrainingBudget, compute_optimal, training_budget
+from jaxstack.cost_model.layouts import parse_restrictions
 from jaxstack.cost_model.search import SearchResult, describe_degrees, faster_part, search_layouts
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import write_file
@@ -41,6 +42,7 @@ class SearchOptions:
       top: number of layouts to show.
       tokens: number of tokens to train on, `chinchilla`, or None.
       policy: `fastest` or `tensor-first`.
+      only: text for `parse_restrictions`: settings of which a single value is tried; None: no restriction.
       price: price of one GPU for an hour; None: the cluster's.
       max_days: limit of the days that `tokens` may take; None: no limit.
       max_cost: limit of their cost; None: no limit.
@@ -53,6 +55,7 @@ class SearchOptions:
     top: int = 10
     tokens: str | None = None
     policy: str = "fastest"
+    only: str | None = None
     price: float | None = None
     max_days: float | None = None
     max_cost: float | None = None
@@ -121,17 +124,18 @@ def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
         raise ConfigError(
             f"--fp8 needs FP8 tensor cores, which {cluster.name} does not have (peak_tflops.float8); leave it out."
         )
-    found = search_layouts(known, cluster, top=options.top, recipes=recipes)
+    only = parse_restrictions(options.only or "")
+    found = search_layouts(known, cluster, top=options.top, recipes=recipes, only=only)
     if options.policy == "tensor-first":
         fastest = found.best
-        found = dataclasses.replace(found, forecasts=[tensor_first_layout(known, cluster)])
+        found = dataclasses.replace(found, forecasts=[tensor_first_layout(known, cluster, only)])
         notes.append("policy tensor-first: the smallest tensor x pipeline that fits")
         if found.best.step_seconds > _SLOWER * fastest.step_seconds:
             notes.append(
                 f"warning: policy fastest takes {1e3 * fastest.step_seconds:,.1f} ms a step instead of "
                 f"{1e3 * found.best.step_seconds:,.1f} ms, with {describe_degrees(fastest.config)}"
             )
-    elif recipes is None and (fewer := faster_part(known, found.best)) is not None:
+    elif recipes is None and not only and (fewer := faster_part(known, found.best)) is not None:
         notes.append(
             f"{fewer.cluster.title} would be faster: {1e3 * fewer.step_seconds:,.1f} ms a step with "
             f"{describe_degrees(fewer.config)}; raise train.global_batch_size to use them all"

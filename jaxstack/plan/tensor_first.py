@@ -5,7 +5,7 @@ the smallest modelled time finds other layouts: on paper an interleaved pipeline
 parallelism in several rows of that table.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -35,15 +35,23 @@ def tensor_first(fits: Callable[[int, int], bool], *, most_tensor: int, most_pip
     return next((pair for pair in candidates if fits(*pair)), None)
 
 
-def tensor_first_layout(config: RunConfig, cluster: Cluster) -> Forecast:
+def tensor_first_layout(config: RunConfig, cluster: Cluster, only: Mapping[str, int] | None = None) -> Forecast:
     """Return the fastest layout with the smallest tensor and pipeline degrees that fit; remaining devices use `data`.
+
+    All virtual stages of a pipeline have equally many layers, as Megatron-LM requires.
+
+    Args:
+      config: model, batch and settings; its vocabulary must be set.
+      cluster: the devices.
+      only: restrictions by `parse_restrictions`. Megatron-LM's Table 1 has `zero` 0, `remat` full, and a given
+        `microbatch_size`; without restrictions a layout with ZeRO and small microbatches needs smaller degrees.
 
     Raises:
       ConfigError: no such layout fits the cluster.
     """
-    layouts, _ = enumerate_layouts(config, cluster.devices)
-    plain = (layouts["fsdp"] == 1) & (layouts["context"] == 1) & (layouts["expert"] == 1)
-    layouts = layouts.select(plain)
+    plain = {"fsdp": 1, "context": 1, "expert": 1}
+    layouts, _ = enumerate_layouts(config, cluster.devices, only={**(only or {}), **plain})
+    layouts = layouts.select(config.model.num_layers % (layouts["pipeline"] * layouts["chunks"]) == 0)
     model = LayoutModel(config, cluster)
     layouts = layouts.select(model.fits(layouts))
 
@@ -58,7 +66,7 @@ def tensor_first_layout(config: RunConfig, cluster: Cluster) -> Forecast:
     if found is None:
         raise ConfigError(
             f"no layout of tensor, pipeline and data parallelism fits {cluster.title}; leave out --policy tensor-first "
-            "to search fsdp, context and expert parallelism too."
+            "to search fsdp, context and expert parallelism too" + (", or --only." if only else ".")
         )
     chosen = layouts.select(rows(*found))
     fastest = int(np.argmin(total(model.seconds(chosen))))
