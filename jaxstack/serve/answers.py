@@ -19,10 +19,10 @@ from jaxstack.data.tool_calls import ToolFormat
 from jaxstack.decoding.requests import Constraint, ConstraintFailed, Request
 from jaxstack.decoding.text_stream import TextStream, check_chat_text
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.serve.constrained_reasoning import AfterReasoning
 from jaxstack.serve.metrics import Metrics
-from jaxstack.serve.protocol import Envelope, error_body
-from jaxstack.serve.reasoning import ReasoningReader
+from jaxstack.serve.protocol import Envelope
+from jaxstack.serve.reasoning import AfterReasoning, ReasoningReader
+from jaxstack.serve.refusals import Refused, error_body
 from jaxstack.serve.token_details import Part, TokenDetails
 from jaxstack.serve.tools import ToolReader, Tools
 
@@ -101,17 +101,17 @@ class ChatFormatter:
         return self._tokenizer.encode_marked([text])[0][0].tolist()
 
     def reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
-        """Return what tells the reasoning of an answer to a prompt from the answer itself; None: it has none."""
+        """Return a reader that separates the reasoning of an answer from the answer; None without reasoning."""
         if self.reasoning is None:
             return None
         return ReasoningReader(self.reasoning, begun=self._opens(self.reasoning, prompt))
 
     def constrain(self, answer: Constraint, prompt: Sequence[int], stop_tokens: Collection[int]) -> Constraint:
-        """Return a constraint of an answer as one that lets the reasoning before it be free.
+        """Return a constraint that leaves the reasoning unconstrained, and applies another one to the answer after it.
 
         Args:
-          answer: the constraint.
-          prompt: the prompt that it answers.
+          answer: the constraint of the answer.
+          prompt: token ids of the prompt, which may end with the beginning of the reasoning.
           stop_tokens: ids that end an answer.
         """
         if self.reasoning is None:
@@ -124,18 +124,18 @@ class ChatFormatter:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose reasoning has all of the names that templates know it by."""
+    """Return a message with its reasoning under each of the keys that templates read it from."""
     reasoning = message.get("reasoning_content")
     return {**message, **dict.fromkeys(REASONING_KEYS, reasoning)} if reasoning else message
 
 
 class Readers(NamedTuple):
-    """Parsers that split an answer into tool calls, reasoning and text; None: the template has no such part."""
+    """Parsers that split an answer into tool calls, reasoning and text; None for parts that the template lacks."""
 
     tools: ToolReader | None = None
     """Finds tool calls."""
     reasoning: ReasoningReader | None = None
-    """Tells reasoning from the answer."""
+    """Separates reasoning from the answer."""
 
     def marks(self, special_tokens: Mapping[str, int]) -> dict[int, str]:
         """Return the special tokens that the readers look for, by their ids."""
@@ -152,11 +152,12 @@ class TextAnswer:
     Args:
       request: the request in the engine.
       tokenizer: the model's tokenizer.
-      details: describes the tokens of its parts.
-      stop: strings that end the answer; they, and what follows them, are not part of it.
-      echo: text of the prompt, with which the answer begins, and the number of tokens before that text.
-      echo_only: end the answer there.
-      readers: tell its parts apart.
+      details: makes the fields of the response that describe single tokens.
+      stop: texts that end the answer. The answer contains neither them nor what follows them.
+      echo: the text of the prompt, which is returned at the beginning of the answer, and the number of tokens before
+        that text (0 or 1: the document start). None: the prompt is not repeated.
+      echo_only: end the answer after the prompt.
+      readers: split the generated text into reasoning, tool calls and the answer.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class TextAnswer:
 
     @property
     def prompt_fields(self) -> dict[str, Any]:
-        """Fields that describe the tokens of the prompt. Their scores are known as soon as there is a part."""
+        """Fields of the response that describe the tokens of the prompt; complete once `take` has returned a part."""
         return self.details.describe_prompt(self.request.prompt, self.request.prompt_scores)
 
     @property
@@ -207,7 +208,7 @@ class TextAnswer:
         return self.finish_reason is not None or self.request.finish_reason == "cancelled"
 
     def take(self) -> Part | None:
-        """Return what was generated since the last part, without waiting; None if that is no text, and no end.
+        """Return what was generated since the last call, without waiting; None if there is no new text and no end.
 
         Raises:
           JaxstackError: the engine failed.
@@ -240,7 +241,7 @@ class TextAnswer:
         return echoed + Part(text, new, scores, 0, self.finish_reason, calls, reasoning, before, after)
 
     def _take_echo(self, *, begun: bool) -> Part:
-        """Return the prompt as a part of the answer, unless it was; the scores of its tokens have to be known."""
+        """Return the prompt as the first part of the answer, once, when the scores of its tokens are known."""
         scored = self.request.sampling.logprobs is not None
         if self._echo is None or (scored and not begun):
             return Part("")
@@ -250,7 +251,7 @@ class TextAnswer:
         return Part(text, prompt, scores, len(prompt))
 
     def _decode(self, tokens: Sequence[int], reason: str | None) -> tuple[str, str]:
-        """Return the reasoning and the text of further tokens; end the answer as a stop text or the engine ends it."""
+        """Return the reasoning and the text of new tokens; note how the answer ends, if it does."""
         pieces = []
         for token in tokens:
             self.tokens += 1
@@ -273,7 +274,7 @@ class TextAnswer:
         return reasoning, text
 
     def _split(self, text: str) -> tuple[str, str]:
-        """Return the reasoning and the answer in the text of the newest token, without what may be calls."""
+        """Return the reasoning and the answer in the text of the newest token, without text that may be a tool call."""
         reasoning = ""
         if self._reasoning is not None:
             before = self._reasoning.reasons
@@ -294,26 +295,12 @@ class TextAnswer:
         self.finish_reason = reason
 
 
-class Refused(Exception):
-    """Raised when a request is rejected; the client receives it as an HTTP error response.
-
-    Args:
-      status: HTTP status.
-      message: what is wrong and what helps.
-    """
-
-    def __init__(self, status: int, message: str, code: str | None = None):
-        super().__init__(message)
-        self.status = status
-        self.code = code
-
-
 class Answers:
     """All answers to one HTTP request, one for each combination of prompt and sample, generated by the engine.
 
     Args:
       answers: one for each choice.
-      metrics: records when tokens were generated.
+      metrics: records the latencies of the tokens.
       timeout: seconds after which `stream` gives up.
     """
 
@@ -357,6 +344,17 @@ class Answers:
                     yield index, part
                 if answer.ended:
                     left.discard(index)
+
+    async def collect(self) -> list[Part]:
+        """Return the whole of each answer, once all have ended.
+
+        Raises:
+          Refused: as `stream`.
+        """
+        parts = [Part("")] * len(self.answers)
+        async for index, part in self.stream():
+            parts[index] += part
+        return parts
 
     def refuse(self, refusal: Refused) -> None:
         """End `stream` with an error, for example because the server shuts down."""
@@ -421,12 +419,6 @@ def choose_best(answers: Answers, samples: int, count: int) -> list[int]:
 
     firsts = range(0, len(answers.answers), samples)
     return [number for first in firsts for number in sorted(range(first, first + samples), key=rank)[:count]]
-
-
-async def collect(answers: Answers, parts: list[Part]) -> None:
-    """Add the new parts of each answer to its entry of `parts` until all answers have ended."""
-    async for index, part in answers.stream():
-        parts[index] += part
 
 
 async def events(answers: Answers, envelope: Envelope, samples: int, *, usage: bool) -> AsyncIterator[str]:

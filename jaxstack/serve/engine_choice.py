@@ -1,15 +1,20 @@
-"""The router's choice of an engine: the one that has seen most of a prompt's beginning, unless it is too busy.
+"""The router's records of its engines, and its choice among them: the one that has seen most of a prompt's beginning.
 
 An engine keeps the keys and values of prompts for later ones with the same beginning (its prefix cache), so that a
 chat, or many requests with one system prompt, are answered faster by the engine that had them before. The router does
 not tokenize: it compares hashes of the text, block by block, with those of the requests that each engine has had.
 """
 
+import asyncio
 import collections
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+from jaxstack.serve.registration import EngineNotice
+from jaxstack.serve.upstream import Address, EngineGone
 
 _BLOCK_CHARACTERS = 256
 _MOST_BLOCKS = 128
@@ -37,6 +42,45 @@ class SeenPrefixes:
             self._seen.move_to_end(block)
         while len(self._seen) > _REMEMBERED:
             self._seen.popitem(last=False)
+
+
+@dataclasses.dataclass(eq=False)
+class KnownEngine:
+    """The router's record of an engine that has registered."""
+
+    address: Address
+    """Address at which the router connects to the engine."""
+    notice: EngineNotice
+    """The newest notice that the engine has sent."""
+    heard: float
+    """Time of that notice, of `time.monotonic`."""
+    doubted: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set while the engine gets no requests: at first, and after a connection to it has broken. It is cleared when the
+    router can connect to the engine and the engine has all adapters."""
+    requests: int = 0
+    """Number of requests that the router has sent to the engine and that are not answered yet."""
+    seen: SeenPrefixes = dataclasses.field(default_factory=SeenPrefixes)
+    """The beginnings of the prompts that the engine was sent."""
+    adapters: dict[str, bytes | None] = dataclasses.field(default_factory=dict)
+    """Adapter name -> body of the request with which the engine has loaded it; None if it has unloaded it."""
+    lost: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set when the engine has sent no notice for too long. (An engine whose process dies breaks its connections.)"""
+    metrics: str = ""
+    """The engine's metrics when they were read last, in Prometheus' text format."""
+
+    def __post_init__(self) -> None:
+        self.doubted.set()
+
+    @property
+    def takes_requests(self) -> bool:
+        """True if the router may send requests to the engine."""
+        told = self.notice.draining or self.notice.failure is not None
+        return not (told or self.doubted.is_set() or self.lost.is_set())
+
+    async def until_lost(self) -> NoReturn:
+        """Wait until the engine counts as lost; then raise `EngineGone`."""
+        await self.lost.wait()
+        raise EngineGone(f"{self.address}: lost")
 
 
 def prefix_blocks(body: bytes) -> list[bytes]:

@@ -3,14 +3,13 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -19,21 +18,13 @@ from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.engine import Engine
 from jaxstack.errors import JaxstackError
 from jaxstack.models.adapter_stack import AdapterMatrices
-from jaxstack.serve.access import KnownHosts, check_key
+from jaxstack.serve.access import check_hosts, check_key, read_json
 from jaxstack.serve.adapters import AdapterLoader, LoadAdapterRequest, UnloadAdapterRequest
-from jaxstack.serve.answers import (
-    Answers,
-    EventStream,
-    Refused,
-    choose_best,
-    events,
-    usage_of,
-)
-from jaxstack.serve.bodies import GONE, read_json, refuse_on_error
+from jaxstack.serve.answers import Answers, EventStream, choose_best, events, usage_of
 from jaxstack.serve.chat_request import ChatRequest
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
-from jaxstack.serve.messages import CountRequest, MessageEnvelope, MessagesRequest, messages_error
+from jaxstack.serve.messages import CountRequest, MessageEnvelope, MessagesRequest
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.pair_scores import (
     Classifier,
@@ -50,12 +41,11 @@ from jaxstack.serve.protocol import (
     Envelope,
     GenerationRequest,
     embedding_body,
-    error_body,
 )
-from jaxstack.serve.responses import ResponseEnvelope
-from jaxstack.serve.responses_request import ResponsesRequest
-from jaxstack.serve.submission import SHUTS_DOWN, Submissions
-from jaxstack.serve.unless import Ended, unless
+from jaxstack.serve.refusals import HANDLERS, Refused, refuse_on_error, until_ending
+from jaxstack.serve.responses import ResponseEnvelope, ResponsesRequest
+from jaxstack.serve.submission import Submissions
+from jaxstack.serve.tasks import unless
 
 _COMPLETION_TOKENS = 16
 """Token limit of a completion without `max_tokens`, as OpenAI has it."""
@@ -125,37 +115,24 @@ class Server:
                 Route("/metrics", self._metrics),
                 Route("/", self._page),
             ],
-            exception_handlers={Refused: refusal, HTTPException: http_error, Exception: failure},
+            exception_handlers=HANDLERS,
         )
         self.app.router.redirect_slashes = False  # behind a router a redirection would name this process's address
-        if loopback and "*" not in self.config.allowed_hosts:
-            known = ["localhost", *self.config.allowed_hosts]
-            self.app.add_middleware(KnownHosts, known)
+        check_hosts(self.app, self.config, loopback=loopback)
 
     def end(self) -> None:
         """Refuse all requests from now on, the running ones included (status 503); to be called in the event loop."""
         self._ending.set()
         self._submissions.end()
 
-    async def _unless_ending(self, response: Coroutine[Any, Any, Response]) -> Response:
-        """Return the response to a request; cancel its computation when the server ends first.
-
-        Raises:
-          Refused: the server has ended.
-        """
-        try:
-            return await unless(response, self._ending.wait())
-        except Ended:
-            raise Refused(503, SHUTS_DOWN) from None
-
     def _require_key(
         self, handler: Callable[[Request], Coroutine[Any, Any, Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a route's handler so that it first checks the request's API key."""
+        """Wrap a route's handler so that it first checks the API key, and is cancelled when the server ends."""
 
         async def authorized(request: Request) -> Response:
             check_key(request, self._api_key)
-            return await self._unless_ending(handler(request))
+            return await unless(handler(request), until_ending(self._ending))
 
         return authorized
 
@@ -243,17 +220,12 @@ class Server:
         if stream:
             return EventStream(answers, envelope.events(answers))
         parts = await self._submissions.collect(request, answers)
-        if parts is None:
-            return Response(status_code=GONE)
         return JSONResponse(envelope.whole(answers, parts[0]))
 
     async def _embed(self, request: Request) -> Response:
         body = await self._parse(request, EmbeddingRequest)
         self._check_unadapted(body.model)
-        found = await self._embed_texts(request, body.prompts, body.priority)
-        if found is None:
-            return Response(status_code=GONE)
-        vectors, tokens = found
+        vectors, tokens = await self._embed_texts(request, body.prompts, body.priority)
         size = len(vectors[0])
         if body.dimensions not in (None, size):
             raise Refused(400, f"dimensions must be {size}, the model's hidden size; found {body.dimensions}.")
@@ -262,18 +234,17 @@ class Server:
 
     async def _score(self, request: Request) -> Response:
         body = await self._parse(request, ScoreRequest)
-        found = await self._score_pairs(request, body, body.text_1, body.text_2)
-        return Response(status_code=GONE) if found is None else JSONResponse(score_body(self.name, *found))
+        return JSONResponse(score_body(self.name, *await self._score_pairs(request, body, body.text_1, body.text_2)))
 
     async def _rerank(self, request: Request) -> Response:
         body = await self._parse(request, RerankRequest)
-        found = await self._score_pairs(request, body, [body.query], body.documents)
-        return Response(status_code=GONE) if found is None else JSONResponse(rerank_body(self.name, body, *found))
+        scores, tokens = await self._score_pairs(request, body, [body.query], body.documents)
+        return JSONResponse(rerank_body(self.name, body, scores, tokens))
 
     async def _score_pairs(
         self, request: Request, body: ScoreRequest | RerankRequest, first: Sequence[str], second: Sequence[str]
-    ) -> tuple[list[float], int] | None:
-        """Return the score of each pair of texts, and their number of tokens; None if the client has gone.
+    ) -> tuple[list[float], int]:
+        """Return the score of each pair of texts, and their number of tokens.
 
         Raises:
           Refused: as `Submissions.pool`, or a text does not fit the model.
@@ -281,8 +252,8 @@ class Server:
         self._check_unadapted(body.model)
         classifier = self._classifier
         if classifier is None:
-            found = await self._embed_texts(request, [*first, *second], body.priority)
-            return found and (cosines(found[0][: len(first)], found[0][len(first) :]), found[1])
+            vectors, tokens = await self._embed_texts(request, [*first, *second], body.priority)
+            return cosines(vectors[: len(first)], vectors[len(first) :]), tokens
         self._submissions.check_count(len(second))
         pairs = zip([*first] * (len(second) // len(first)), second, strict=True)
         self._submissions.check_length([*first, *second])
@@ -291,14 +262,12 @@ class Server:
         except JaxstackError as error:
             raise Refused(400, str(error)) from None
         pooled = await self._submissions.pool(request, prompts, priority=body.priority or 0)
-        if pooled is None:
-            return None
         return classify(classifier, [last for _, last in pooled], body.use_activation), sum(map(len, prompts))
 
     async def _embed_texts(
         self, request: Request, texts: Sequence[str | list[int]], priority: int | None
-    ) -> tuple[list[Float[np.ndarray, " D"]], int] | None:
-        """Return a vector of length 1 for each text, and their number of tokens; None if the client has gone.
+    ) -> tuple[list[Float[np.ndarray, " D"]], int]:
+        """Return a vector of length 1 for each text, and their number of tokens.
 
         Raises:
           Refused: as `Submissions.pool`.
@@ -306,8 +275,6 @@ class Server:
         self._submissions.check_count(len(texts))
         prompts = await self._submissions.encode(texts)
         pooled = await self._submissions.pool(request, prompts, priority=priority or 0)
-        if pooled is None:
-            return None
         vectors = [mean if self.config.pooling == "mean" else last for mean, last in pooled]
         return [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in vectors], sum(map(len, prompts))
 
@@ -334,8 +301,6 @@ class Server:
             usage = options is not None and options.include_usage
             return EventStream(answers, events(answers, envelope, body.samples, usage=usage))
         parts = await self._submissions.collect(request, answers)
-        if parts is None:
-            return Response(status_code=GONE)
         best = choose_best(answers, body.samples, body.n or 1) if body.samples > (body.n or 1) else range(len(parts))
         choices = [(parts[number], answers.answers[number].details.describe(parts[number])) for number in best]
         prompts = [answers.answers[number].prompt_fields for number in best]
@@ -343,34 +308,3 @@ class Server:
 
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-
-
-async def refusal(request: Request, error: Exception) -> Response:
-    """Return the response to a request that was refused."""
-    assert isinstance(error, Refused)
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
-    return _error(request, str(error), error.status, error.code, headers.get(error.status))
-
-
-async def http_error(request: Request, error: Exception) -> Response:
-    """Return the response to a request for an unknown route, or with a wrong method."""
-    assert isinstance(error, HTTPException)
-    known = ", ".join(route.path for route in request.app.routes if "{" not in route.path)
-    messages = {404: f"there is nothing at {request.url.path}; known: {known}."}
-    message = messages.get(error.status_code, f"{error.detail}: {request.method} {request.url.path}.")
-    return _error(request, message, error.status_code, headers=error.headers)
-
-
-async def failure(request: Request, error: Exception) -> Response:
-    """Return the response to a request that failed unexpectedly."""
-    return _error(request, f"the server failed: {type(error).__name__}.", 500)
-
-
-def _error(
-    request: Request, message: str, status: int, code: str | None = None, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Return an error in the format of the route's API."""
-    body = error_body(message, status, code)
-    if request.url.path.startswith("/v1/messages"):
-        body = messages_error(body, status)
-    return JSONResponse(body, status, headers)

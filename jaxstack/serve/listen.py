@@ -24,7 +24,7 @@ from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.http import Server
 from jaxstack.serve.pair_scores import Classifier
-from jaxstack.serve.protocol import error_body
+from jaxstack.serve.refusals import error_body
 from jaxstack.serve.registration import ENGINE_KEY, Registration, RouterLogin
 from jaxstack.serve.upstream import Address
 
@@ -188,6 +188,18 @@ def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
+def own_address(router: Address) -> str:
+    """Return this host's address at which a router sees it.
+
+    Raises:
+      ConfigError: the router's host cannot be found.
+    """
+    try:
+        return local_address(str(router))
+    except OSError as error:
+        raise ConfigError(f"the host of the router at {router} cannot be found: {error}.") from None
+
+
 def check_router(router: Address, bound: socket.socket, engine_key: str | None) -> RouterLogin:
     """Check that an engine that listens at a socket can register with a router, and return how.
 
@@ -200,10 +212,7 @@ def check_router(router: Address, bound: socket.socket, engine_key: str | None) 
             f"an engine registers with the router's key: set the environment variable {ENGINE_KEY} to the same secret "
             "for --replicas and for --router."
         )
-    try:
-        found = ipaddress.ip_address(local_address(str(router)).partition("%")[0])
-    except OSError as error:
-        raise ConfigError(f"the host of the router at {router} cannot be found: {error}.") from None
+    found = ipaddress.ip_address(own_address(router).partition("%")[0])
     own = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0])
     if own != found and not (own.is_unspecified and own.version >= found.version):
         raise ConfigError(

@@ -10,9 +10,10 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component
-from jaxstack.serve.answers import Answers, Refused, usage_of
+from jaxstack.serve.answers import Answers, usage_of
 from jaxstack.serve.chat_request import ChatRequest
-from jaxstack.serve.protocol import drop_neutral, error_body
+from jaxstack.serve.protocol import drop_neutral
+from jaxstack.serve.refusals import Refused, messages_error
 from jaxstack.serve.token_details import Part
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {"container": (None,), "mcp_servers": (None, [])}
@@ -294,7 +295,7 @@ class MessageEnvelope:
                     yield _event(event)
                 last = part
         except Refused as error:
-            yield _event(messages_error(error_body(str(error), error.status), error.status))
+            yield _event(messages_error(str(error), error.status))
             return
         for event in writer.close():
             yield _event(event)
@@ -357,19 +358,6 @@ class BlockWriter:
 
     def _delta(self, delta: Mapping[str, str]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
-
-
-def messages_error(body: Mapping[str, Any], status: int) -> dict[str, Any]:
-    """Return an error in Anthropic's format, given the same in OpenAI's."""
-    kinds = {
-        413: "request_too_large",
-        500: "api_error",
-        502: "api_error",
-        503: "overloaded_error",
-        504: "timeout_error",
-    }
-    error = {"type": kinds.get(status, body["error"]["type"]), "message": body["error"]["message"]}
-    return {"type": "error", "error": error}
 
 
 def _event(body: Mapping[str, Any]) -> str:

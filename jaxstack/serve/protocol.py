@@ -447,16 +447,3 @@ class Envelope:
                 message["tool_calls"] = list(part.calls)
             return {"index": index, "message": message, **end}
         return {"index": index, "text": part.text, **end}
-
-
-_MOST_CHARACTERS = 2000
-"""Largest length of an error message."""
-
-
-def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
-    """Return an error as JSON in OpenAI's format."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    if len(message) > _MOST_CHARACTERS:  # it may repeat what the client sent
-        message = message[:_MOST_CHARACTERS] + "..."
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
-import json
 import re
 import secrets
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pydantic import Field
+
+from jaxstack.config.base import Component
+from jaxstack.config.loader import build_component
 from jaxstack.errors import ConfigError
 from jaxstack.serve.upstream import Address, EngineGone, Headers, send
 
@@ -19,12 +22,26 @@ _ANSWER_SECONDS = 5.0
 _URL = re.compile(r"http://(?:\[([0-9A-Fa-f:.]+)\]|([^/:\[\]]+)):(\d{1,5})/?")
 
 
+class EngineNotice(Component):
+    """JSON body of the notice that an engine sends to the router once a second."""
+
+    id: str = Field(min_length=1, max_length=64)
+    """Random name of the engine's process."""
+    port: int = Field(ge=1, lt=2**16)
+    """Port at which the engine serves. Its host is the address that the notice comes from."""
+    model: str = Field(max_length=1024)
+    """Name of the engine's model."""
+    failure: str | None = None
+    """Error message of an engine that has failed and gets no requests; None if it works."""
+    draining: bool = False
+    """True if the engine is shutting down and takes no more requests."""
+
+
 class RouterLogin(NamedTuple):
-    """How an engine reaches its router."""
+    """Address of a router, and the key with which engines register with it."""
 
     address: Address
     key: str
-    """Key with which it registers."""
 
 
 def parse_url(url: str) -> Address:
@@ -65,7 +82,9 @@ class Registration:
         report: Callable[[str], None],
     ):
         self._router = router.address
-        self._about = {"id": secrets.token_hex(8), "port": port, "model": name}
+        self._notice = build_component(
+            EngineNotice, {"id": secrets.token_hex(8), "port": port, "model": name}, "the notice to the router"
+        )
         self._failure = failure
         self._key = key_header(router.key)
         self._report = report
@@ -91,7 +110,8 @@ class Registration:
 
     async def _tell(self) -> str:
         """Tell the router about this engine; return the result as a message."""
-        body = json.dumps({**self._about, "failure": self._failure(), "draining": self._draining}).encode()
+        news = {"failure": self._failure(), "draining": self._draining}
+        body = self._notice.model_copy(update=news).model_dump_json().encode()
         headers = [(b"content-type", b"application/json"), *self._key]
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):

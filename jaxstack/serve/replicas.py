@@ -8,21 +8,20 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from jaxstack.checkpoint.neighbour import local_address
 from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, count_gpus, find_nodes, split_address, split_devices
 from jaxstack.distributed.parent_death import die_with_parent
-from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.errors import ConfigError
 from jaxstack.heartbeat import doing
 from jaxstack.resilience.exit_on_signal import stop_signals
 from jaxstack.serve.config import ServerConfig
-from jaxstack.serve.listen import Running, bind, is_loopback, run_server
+from jaxstack.serve.listen import Running, bind, is_loopback, own_address, run_server
 from jaxstack.serve.registration import ENGINE_KEY
 from jaxstack.serve.router import Router
+from jaxstack.serve.tasks import run_all
 from jaxstack.serve.upstream import Address
 from jaxstack.stored.run_directory import TrainingRun
 
@@ -63,11 +62,7 @@ class Replicas:
             has worked before it is a matter of its surroundings, such as a deleted checkpoint, and it is started again.
         """
         try:
-            async with asyncio.TaskGroup() as group:
-                for number, environment in enumerate(self._environments):
-                    group.create_task(self._keep_running(number, environment))
-        except* JaxstackError as errors:
-            raise errors.exceptions[0] from None
+            await run_all(*(partial(self._keep_running, *each) for each in enumerate(self._environments)))
         finally:
             await self._end()
 
@@ -175,25 +170,11 @@ def _serve_further_node(
     if args.port == 0:
         raise ConfigError("several nodes need a --port that is not 0, at which all find the router.")
     first = Address(split_address(coordinator)[0], args.port)
-    try:
-        own = local_address(str(first))
-    except OSError as error:
-        raise ConfigError(f"the host of the router at {first} cannot be found: {error}.") from None
-    engines = Replicas(args.replicas, engine_arguments(args, first, own, report), config.drain + 10, key, report)
+    arguments = engine_arguments(args, first, own_address(first), report)
+    engines = Replicas(args.replicas, arguments, config.drain + 10, key, report)
     report(f"a further node: {args.replicas} engine(s) of the router at {first}")
     with doing(None):
         return asyncio.run(_until_signal(engines))
-
-
-async def run_all(*works: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run tasks until one fails, whose error is raised, or this call is cancelled; all have ended then."""
-    tasks = [asyncio.ensure_future(work()) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _until_signal(engines: Replicas) -> int:

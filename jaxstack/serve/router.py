@@ -9,29 +9,34 @@ sent to another engine, so that the client does not notice.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jaxstack.serve.access import KnownHosts, check_key, is_key
-from jaxstack.serve.answers import Refused
-from jaxstack.serve.bodies import GONE, read_body, read_json
+from jaxstack.serve.access import check_hosts, check_key, is_key, read_body, read_json, sent_key
+from jaxstack.serve.adapters import LOAD, UNLOAD, SharedAdapters
 from jaxstack.serve.config import ServerConfig
-from jaxstack.serve.engine_choice import choose, prefix_blocks
-from jaxstack.serve.http import failure, http_error, refusal
-from jaxstack.serve.known_engine import EngineNotice, KnownEngine
+from jaxstack.serve.engine_choice import KnownEngine, choose, prefix_blocks
 from jaxstack.serve.metrics import add_up, is_metrics, render_router
-from jaxstack.serve.registration import BEAT_SECONDS, ENGINE_KEY, ROUTE
-from jaxstack.serve.relay import Relay, count_events, error_event, whole_events
-from jaxstack.serve.shared_adapters import LOAD, UNLOAD, SharedAdapters
-from jaxstack.serve.submission import until_gone
-from jaxstack.serve.unless import Ended, unless
-from jaxstack.serve.upstream import Address, Answer, EngineGone, Headers, Unreachable, Unsendable, forwarded, send
+from jaxstack.serve.refusals import HANDLERS, Refused, error_event, until_ending, until_gone
+from jaxstack.serve.registration import BEAT_SECONDS, ENGINE_KEY, ROUTE, EngineNotice
+from jaxstack.serve.tasks import unless
+from jaxstack.serve.upstream import (
+    Address,
+    EngineGone,
+    Headers,
+    Relay,
+    Unreachable,
+    Unsendable,
+    count_events,
+    forwarded,
+    send,
+    whole_events,
+)
 
 _LOST_SECONDS = 10.0
 """Silence after which an engine counts as lost."""
@@ -46,9 +51,6 @@ _MOST_ENGINES = 1024
 _LONGEST_PAUSE_SECONDS = 8.0
 """Longest time between two attempts to make an engine ready."""
 _BODILESS = ("GET", "HEAD", "OPTIONS")
-_SHUTS_DOWN = "the server is shutting down."
-
-T = TypeVar("T")
 
 
 class Router:
@@ -94,10 +96,9 @@ class Router:
                 *(Route(path, self._change_adapters, methods=["POST"]) for path in (LOAD, UNLOAD)),
                 Route("/{path:path}", self._forward, methods=methods),
             ],
-            exception_handlers={Refused: refusal, HTTPException: http_error, Exception: failure},
+            exception_handlers=HANDLERS,
         )
-        if loopback and "*" not in config.allowed_hosts:
-            self.app.add_middleware(KnownHosts, ["localhost", *config.allowed_hosts])
+        check_hosts(self.app, config, loopback=loopback)
 
     @property
     def unanswered(self) -> int:
@@ -141,8 +142,7 @@ class Router:
 
     async def _register(self, request: Request) -> Response:
         host = request.client.host if request.client is not None else ""
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
-        if not (kind.lower() == "bearer" and is_key(key, self._engine_key)):
+        if not is_key(sent_key(request), self._engine_key):
             raise Refused(401, f"engines register with the router's key, {ENGINE_KEY}.", "invalid_api_key")
         notice = await read_json(request, EngineNotice, self.config)
         known = self._engines.get(notice.id)
@@ -264,22 +264,14 @@ class Router:
         self._unanswered += 1
         with contextlib.ExitStack() as ends:
             ends.callback(self._count_answered)
-            response = await self._unless_gone(request, self._answer(call, blocks))
+            answer = self._answer(call, blocks)  # given up if the client goes away or the router ends
+            response = await unless(answer, until_gone(request), until_ending(self._ending))
             if isinstance(response, Relay):
                 response.on_close.push(ends.pop_all())
             return response
 
     def _count_answered(self) -> None:
         self._unanswered -= 1
-
-    async def _unless_gone(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-        """Return the result of `work`, which is cancelled if the client goes away or the router ends."""
-        try:
-            return await unless(work, until_gone(request), self._ending.wait())
-        except Ended as ended:
-            if ended.number == 0:
-                return Response(status_code=GONE)
-            raise Refused(503, _SHUTS_DOWN) from None
 
     async def _answer(self, call: "_Call", blocks: Sequence[bytes]) -> Response:
         """Return the answer of some engine; a stream once its first event is there, another answer once it is whole.
@@ -333,7 +325,7 @@ class Router:
         engine.requests += 1
         with contextlib.ExitStack() as ends:
             ends.callback(self._release, engine)
-            found = await _unless_lost(engine, self._ask(engine, call))
+            found = await unless(self._ask(engine, call), engine.until_lost())
             if isinstance(found, Relay):
                 found.on_close.push(ends.pop_all())
             return found
@@ -355,7 +347,7 @@ class Router:
     async def _ask(self, engine: KnownEngine, call: "_Call") -> Response:
         answer = await send(engine.address, *call)
         try:
-            if not _is_stream(answer):
+            if not answer.is_stream:
                 async with answer:
                     return Response(await answer.read(), answer.status, answer.text_headers)
             events = whole_events(answer.chunks())
@@ -372,7 +364,7 @@ class Router:
         yield first
         number = count_events(first)
         try:
-            while (part := await _unless_lost(engine, _next(events))) is not None:
+            while (part := await unless(_next(events), engine.until_lost())) is not None:
                 yield part
                 number += count_events(part)
         except EngineGone as error:
@@ -396,22 +388,5 @@ def _target(request: Request) -> bytes:
     return request.scope["raw_path"] + (b"?" + query if query else b"")
 
 
-async def _unless_lost(engine: KnownEngine, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`.
-
-    Raises:
-      EngineGone: the engine was lost meanwhile.
-    """
-    try:
-        return await unless(work, engine.lost.wait())
-    except Ended:
-        raise EngineGone(f"{engine.address}: lost") from None
-
-
 async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
     return await anext(chunks, None)
-
-
-def _is_stream(answer: Answer) -> bool:
-    kind = next((value for name, value in answer.headers if name.lower() == b"content-type"), b"")
-    return kind.lower().startswith(b"text/event-stream")

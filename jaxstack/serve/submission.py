@@ -1,4 +1,4 @@
-"""Requests of HTTP clients as requests to the engine: checked, encoded, submitted, and their answers collected."""
+"""Turns requests of HTTP clients into requests to the engine: checks, encodes and submits them, collects answers."""
 
 import asyncio
 import contextlib
@@ -18,14 +18,15 @@ from jaxstack.decoding import requests as generation
 from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
 from jaxstack.decoding.requests import Constraint
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.serve.answers import Answers, ChatFormatter, Readers, Refused, TextAnswer, collect
-from jaxstack.serve.bodies import refuse_on_error
+from jaxstack.serve.answers import Answers, ChatFormatter, Readers, TextAnswer
 from jaxstack.serve.chat_request import ChatRequest
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.grammar import GrammarConstraint, Grammars, Kind
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import GenerationRequest
+from jaxstack.serve.refusals import Refused, refuse_on_error, shutting_down, until_gone
+from jaxstack.serve.tasks import unless
 from jaxstack.serve.token_details import Part, TokenDetails, TokenTexts
 from jaxstack.serve.tools import ToolReader
 
@@ -33,8 +34,6 @@ _MOST_COMPILING = 2
 """Number of grammars that are compiled at the same time."""
 _GRAMMAR_SECONDS = 10.0
 """Time limit for compiling a grammar, which cannot be interrupted when its client goes away."""
-SHUTS_DOWN = "the server is shutting down."
-"""Message with which requests are refused during the shutdown."""
 
 
 class Submissions:
@@ -45,13 +44,13 @@ class Submissions:
       tokenizer: the model's tokenizer.
       name: name of the model in requests.
       config: limits.
-      metrics: records when tokens were generated.
+      metrics: records the latencies of the tokens.
 
     Attributes:
-      chat: encodes chats; None: the tokenizer has no chat template.
+      chat: encodes chats with the tokenizer's chat template; None if it has none.
 
     Raises:
-      ConfigError: there is no such chat template as `config` names.
+      ConfigError: `config.chat_template` names no template, and is not "auto".
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Submissions:
         """Refuse the running requests; to be called in the event loop."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
         for answers in list(self._answers):
-            answers.refuse(Refused(503, SHUTS_DOWN))
+            answers.refuse(shutting_down())
 
     def find_adapter(self, name: str | None) -> str | None:
         """Return the name of the adapter that a request asks for as its model; None for the model without adapters.
@@ -117,7 +116,7 @@ class Submissions:
         )
 
     async def encode_chat(self, body: ChatRequest) -> tuple[ChatFormatter, list[int], ToolFormat | None]:
-        """Return what encodes chats, a chat as token ids, and the format of calls in its answer, if it may have some.
+        """Return the chat formatter, the token ids of a chat, and the format of tool calls if the answer may have some.
 
         Raises:
           Refused: there is no chat template, or it refuses the chat.
@@ -143,11 +142,11 @@ class Submissions:
 
     async def pool(
         self, request: Request, prompts: Sequence[Sequence[int]], *, priority: int = 0
-    ) -> list[Float[np.ndarray, "2 D"]] | None:
-        """Return the mean of the final hidden states of each prompt, and the last one; None if the client has gone.
+    ) -> list[Float[np.ndarray, "2 D"]]:
+        """Return the mean of the final hidden states of each prompt, and the last one.
 
         Raises:
-          Refused: the engine does not accept them.
+          Refused: the engine does not accept them, or as `collect`.
         """
         submitted = self._start(partial(self.engine.embed, prompt, priority=priority) for prompt in prompts)
         details = TokenDetails(self._texts, chat=False, logprobs=None, prompt_logprobs=None, ids=False)
@@ -157,8 +156,7 @@ class Submissions:
             self.config.timeout,
         )
         self._answers.add(answers)
-        if await self.collect(request, answers) is None:
-            return None
+        await self.collect(request, answers)
         found = []
         for one in submitted:
             assert one.pooled is not None
@@ -176,7 +174,7 @@ class Submissions:
 
     @cached_property
     def _most_characters(self) -> int | None:
-        """Upper bound of the characters of a prompt that fits the context; None if the tokenizer does not tell it."""
+        """Upper bound of the characters of a prompt that fits the context; None if the tokenizer has no such bound."""
         return self.engine.context * int(self.tokenizer.byte_lengths.max()) if self.tokenizer.writes_bytes else None
 
     def check_length(self, texts: Iterable[str]) -> None:
@@ -232,8 +230,8 @@ class Submissions:
           max_tokens: token limit of each answer; 0: the prompt alone.
           stop, stop_tokens: texts and ids that end an answer.
           echo: texts or ids of the prompts, with which the answers begin.
-          read: returns what tells the parts of an answer apart.
-          wrap: returns the constraint of an answer, given that of its form and the ids that end it.
+          read: returns the readers of one answer, which split it into reasoning, tool calls and text.
+          wrap: returns the constraint of an answer, given the constraint that the request asks for and the stop tokens.
 
         Raises:
           Refused: a limit is exceeded, or the engine does not accept them.
@@ -307,7 +305,7 @@ class Submissions:
         return submitted
 
     async def _constrain(self, kind: Kind, value: object) -> GrammarConstraint:
-        """Return a grammar as the constraint for one answer; compile it, unless it is known.
+        """Return the constraint of one answer to a grammar, which is compiled unless an earlier request used it.
 
         Raises:
           Refused: the grammar is wrong, or many grammars have to be compiled before it.
@@ -324,24 +322,13 @@ class Submissions:
         except TimeoutError:
             raise Refused(504, f"the request took longer than {limit:g} s (server.timeout).") from None
 
-    async def collect(self, request: Request, answers: Answers) -> list[Part] | None:
-        """Return the whole of each answer; None if the client has gone away."""
-        parts = [Part("")] * len(answers.answers)
-        watch = asyncio.create_task(until_gone(request))
-        work = asyncio.create_task(collect(answers, parts))
+    async def collect(self, request: Request, answers: Answers) -> list[Part]:
+        """Return the whole of each answer.
+
+        Raises:
+          Refused: as `Answers.stream`, or the client has closed its connection.
+        """
         try:
-            await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return None
-            work.result()
-            return parts
+            return await unless(answers.collect(), until_gone(request))
         finally:
-            watch.cancel()
-            work.cancel()
             answers.cancel()
-
-
-async def until_gone(request: Request) -> None:
-    """Wait until the HTTP client has closed its connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -1,4 +1,4 @@
-"""HTTP client of the router: sends one request to an engine over one connection, and reads the answer as it arrives.
+"""HTTP client of the router: sends a request to an engine, and reads or passes on the answer as it arrives.
 
 A connection is used once. So none can have been closed by an engine that ended in between, and an error always means
 that the engine did not answer this request.
@@ -10,9 +10,12 @@ from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple
 
 import h11
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 _CONNECT_SECONDS = 5.0
 _CHUNK_BYTES = 2**16
+_EVENT_END = b"\n\n"
 _NOT_FORWARDED = frozenset(
     [b"host", b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"content-length", b"te"]
     + [b"trailer", b"upgrade", b"expect", b"forwarded", b"date", b"server"]
@@ -61,6 +64,11 @@ class Answer:
     def text_headers(self) -> dict[str, str]:
         """The headers as texts."""
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
+
+    @property
+    def is_stream(self) -> bool:
+        """True if the body is a stream of server-sent events."""
+        return self.text_headers.get("content-type", "").lower().startswith("text/event-stream")
 
     async def __aenter__(self) -> "Answer":
         return self
@@ -159,3 +167,40 @@ class _Connection:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._writer.transport.abort()
+
+
+class Relay(StreamingResponse):
+    """Response that passes on a stream, and closes the connection to the engine when the client is gone.
+
+    Attributes:
+      on_close: what is done once when the stream has ended or is given up.
+    """
+
+    def __init__(self, answer: Answer, events: AsyncIterator[bytes]):
+        super().__init__(events, answer.status, answer.text_headers)
+        self.on_close = contextlib.ExitStack()
+        self.on_close.callback(answer.close)
+
+    def close(self) -> None:
+        """Close the connection to the engine."""
+        self.on_close.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.on_close:
+            await super().__call__(scope, receive, send)
+
+
+async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the parts of a stream, cut where events end: of an engine that ends within an event, none is cut in two."""
+    rest = b""
+    async for chunk in chunks:
+        whole, end, rest = (rest + chunk).rpartition(_EVENT_END)
+        if end:
+            yield whole + end
+    if rest:
+        yield rest
+
+
+def count_events(part: bytes) -> int:
+    """Return the number of events in a part of a stream."""
+    return part.count(_EVENT_END)

@@ -15,7 +15,7 @@ pytest.importorskip("starlette")
 from jaxstack.serve.answers import Readers, TextAnswer
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.reasoning import ReasoningReader
-from jaxstack.serve.responses_request import LOG_PROBABILITIES, ResponsesRequest
+from jaxstack.serve.responses import LOG_PROBABILITIES, ResponsesRequest
 from jaxstack.serve.token_details import Part, TokenDetails, TokenTexts
 from jaxstack.serve.tools import ToolReader, Tools
 from tests.serve.test_http import CITY, LIMITS, SCHEMA, ask, client, engine, listen, port  # noqa: F401 fixtures

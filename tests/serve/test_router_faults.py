@@ -5,7 +5,8 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -24,11 +25,10 @@ from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.listen import bind, check_router, uvicorn_settings
 from jaxstack.serve.metrics import is_metrics
 from jaxstack.serve.registration import ENGINE_KEY, ROUTE, key_header
-from jaxstack.serve.relay import whole_events
-from jaxstack.serve.replicas import engine_arguments, run_all
+from jaxstack.serve.replicas import engine_arguments
 from jaxstack.serve.router import Router
-from jaxstack.serve.unless import Ended, unless
-from jaxstack.serve.upstream import Address, Headers, Unsendable, forwarded, send
+from jaxstack.serve.tasks import run_all, unless
+from jaxstack.serve.upstream import Address, EngineGone, Headers, Unsendable, forwarded, send, whole_events
 
 JSON: Headers = [(b"content-type", b"application/json")]
 KEY = "the engines' own key"
@@ -309,11 +309,15 @@ def test_a_result_that_comes_too_late_is_closed():
                 await asyncio.sleep(9)
             return result
 
-        with pytest.raises(Ended) as ended:
-            await unless(work(), asyncio.sleep(9), asyncio.sleep(0.01))
+        async def until(seconds: float) -> NoReturn:
+            await asyncio.sleep(seconds)
+            raise EngineGone(f"{seconds:g}")
+
+        with pytest.raises(EngineGone, match=r"0\.01"):
+            await unless(work(), until(9), until(0.01))
         await asyncio.sleep(0.01)
-        assert ended.value.number == 1 and result.closed
-        assert await unless(asyncio.sleep(0, "done"), asyncio.sleep(9)) == "done"
+        assert result.closed
+        assert await unless(asyncio.sleep(0, "done"), until(9)) == "done"
 
     run(scenario)
 
@@ -369,6 +373,27 @@ def test_the_error_of_one_task_ends_both():
         with pytest.raises(ConfigError, match="wrong"):
             await run_all(waits, fails)
         assert ended == [True]
+
+    run(scenario)
+
+
+def test_tasks_that_are_cancelled_finish_what_they_do_at_their_end():
+    ended = []
+
+    async def waits(seconds: float) -> None:
+        try:
+            await asyncio.sleep(9)
+        finally:
+            await asyncio.sleep(seconds)
+            ended.append(seconds)
+
+    async def scenario() -> None:
+        task = asyncio.ensure_future(run_all(partial(waits, 0), partial(run_all, partial(waits, 0.05))))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended == [0, 0.05]
 
     run(scenario)
 
