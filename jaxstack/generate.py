@@ -71,6 +71,12 @@ def make_parser() -> CommandParser:
         help="hold N layers of a Hugging Face checkpoint in memory, and read the others when they are needed",
     )
     more.add_argument("--step", type=int, metavar="N", help="checkpoint to load (default: the newest)")
+    more.add_argument(
+        "--recipe",
+        metavar="NAME|FILE",
+        help="compress the weights at loading by a recipe of jaxstack compress that needs no calibration, such as "
+        "fp8-dynamic",
+    )
     more.add_argument("--json", action="store_true", help="print one JSON object per text")
     return add_examples(
         parser,
@@ -136,8 +142,10 @@ def _open(args: argparse.Namespace, report: Callable[[str], None]) -> "Run":
     from jaxstack.run.load import load, open_window
 
     if args.resident_layers is None:
-        run = load(args.run, args.overrides, step=args.step, report=report)
+        run = load(args.run, args.overrides, step=args.step, recipe=args.recipe, report=report)
         run.decoder.join_projections()
+    elif args.recipe is not None:
+        raise ConfigError("--resident-layers reads weights as they are stored; leave --recipe out.")
     elif args.step is not None:
         raise ConfigError("--resident-layers reads Hugging Face checkpoints, which have no steps; leave --step out.")
     else:

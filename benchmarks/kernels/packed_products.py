@@ -40,16 +40,20 @@ from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.distributed.xla_options import packed_weight_options
 from jaxstack.models import ModelConfig, preset_config
 from pallas_kernels import PackedWeight, packed_matmul
-from pallas_kernels.weight_only.formats import LookupFormat
-from pallas_kernels.weight_only.packed import pack_lookup, pack_nearest
+from pallas_kernels.weight_only import float8_products
+from pallas_kernels.weight_only.formats import Float8Format, LookupFormat, RoundedInputFloat8Format
+from pallas_kernels.weight_only.packed import pack_float8, pack_lookup, pack_nearest
 from pallas_kernels.weight_only.rounding_grid import Grid
+from pallas_kernels.weight_only.xla import FLOAT8_OPTIONS
 
-FORMATS: Mapping[str, Grid | LookupFormat | None] = {
+FORMATS: Mapping[str, Grid | LookupFormat | Float8Format | None] = {
     "bf16": None,
     "int8, a scale for each output": Grid(8),
     "int4, groups of 128": Grid(4, 128),
     "4 bits, a table of 16 values": LookupFormat(4),
     "3 bits, a table of 8 values": LookupFormat(3),
+    "fp8, a scale for each output": Float8Format(),
+    "fp8, inputs rounded too": RoundedInputFloat8Format(),
 }
 COLUMNS = ("work", "variant", "implementation", "milliseconds", "speedup", "bandwidth", "weight_share", "device")
 
@@ -57,7 +61,7 @@ Row = dict[str, Any]
 Weight = jax.Array | PackedWeight
 
 
-def make_weights(format: Grid | LookupFormat | None, width: int, inner: int, pairs: int) -> list[Weight]:
+def make_weights(format: Grid | LookupFormat | Float8Format | None, width: int, inner: int, pairs: int) -> list[Weight]:
     """Return random weights [in, out], of alternating sizes (width, 2 inner) and (inner, width)."""
 
     def make(key: jax.Array, inputs: int, outputs: int) -> Weight:
@@ -66,6 +70,9 @@ def make_weights(format: Grid | LookupFormat | None, width: int, inner: int, pai
             return w.T.astype(jnp.bfloat16)
         if isinstance(format, Grid):
             return pack_nearest(format, w)
+        if isinstance(format, Float8Format):
+            scales = jnp.full((outputs, 1), 2.0**-6 / inputs**0.5, jnp.bfloat16)
+            return pack_float8(w / scales, scales, round_inputs=isinstance(format, RoundedInputFloat8Format))
         # A table of equally frequent values.
         borders = jax.scipy.stats.norm.ppf(jnp.arange(1, 2**format.bits) / 2**format.bits) / inputs**0.5
         middles = jax.scipy.stats.norm.ppf((jnp.arange(2**format.bits) + 0.5) / 2**format.bits) / inputs**0.5
@@ -79,8 +86,14 @@ def make_weights(format: Grid | LookupFormat | None, width: int, inner: int, pai
 def compile_chain(weights: Sequence[Weight], x: jax.Array, passes: int, backend: str | None) -> Callable[[], jax.Array]:
     """Return a function that multiplies x by each weight in turn, `passes` times."""
 
+    rounded = isinstance(weights[0], PackedWeight) and isinstance(weights[0].format, RoundedInputFloat8Format)
+
     def multiply(x: jax.Array, w: Weight) -> jax.Array:
-        return packed_matmul(x, w, implementation=backend) if isinstance(w, PackedWeight) else x @ w
+        if not isinstance(w, PackedWeight):
+            return x @ w
+        if rounded:  # at few rows too, which `packed_matmul` multiplies as they are
+            return float8_products.scaled_product(x, w.arrays["q"], w.arrays["scales"]).astype(x.dtype)
+        return packed_matmul(x, w, implementation=backend)
 
     def chain(x: jax.Array, weights: Sequence[Weight]) -> jax.Array:
         def one_pass(_: jax.Array | int, x: jax.Array) -> jax.Array:
@@ -94,6 +107,8 @@ def compile_chain(weights: Sequence[Weight], x: jax.Array, passes: int, backend:
         return jax.lax.fori_loop(0, passes, one_pass, x)
 
     options = packed_weight_options() if jax.default_backend() == "gpu" else None
+    if options is not None and rounded:
+        options |= FLOAT8_OPTIONS
     compiled = jax.jit(chain, compiler_options=options).lower(x, weights).compile()
     return lambda: compiled(x, weights)
 
@@ -118,11 +133,15 @@ def stored_bytes(weights: Sequence[Weight]) -> int:
 def measure(work: str, width: int, inner: int, rows: int, arguments: argparse.Namespace) -> list[Row]:
     """Return one row for bfloat16, and for each format and backend."""
     x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
-    weights = {name: make_weights(format, width, inner, arguments.pairs) for name, format in FORMATS.items()}
-    variants = [
-        ("bf16", None),
-        *((name, way) for name, format in FORMATS.items() if format for way in arguments.backends),
-    ]
+    formats = {name: FORMATS[name] for name in ("bf16", *arguments.formats)}
+    weights = {name: make_weights(format, width, inner, arguments.pairs) for name, format in formats.items()}
+
+    def ways(format: object) -> Sequence[str | None]:
+        if format is None:
+            return [None]
+        return ["xla"] if isinstance(format, RoundedInputFloat8Format) else arguments.backends
+
+    variants = [(name, way) for name, format in formats.items() for way in ways(format)]
     runs = {key: compile_chain(weights[key[0]], x, arguments.passes, key[1]) for key in variants}
     for run in runs.values():
         jax.block_until_ready(run())
@@ -169,6 +188,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn (default: %(default)s)")
     parser.add_argument("--backends", nargs="+", default=["xla", "triton"], metavar="NAME",
                         help="of packed_matmul (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--formats", nargs="+", default=[name for name in FORMATS if name != "bf16"], choices=FORMATS,
+                        metavar="NAME", help="beside bf16 (default: all)")  # fmt: skip
     parser.add_argument("--sweep", metavar="FILE", help="only time each tile of the kernel, and write the times there")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
     arguments = parser.parse_args()

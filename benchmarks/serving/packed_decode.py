@@ -2,6 +2,7 @@
 
     python benchmarks/serving/packed_decode.py                       # llama3-8b, 1 to 16 rows; one GPU with 40 GB
     python benchmarks/serving/packed_decode.py --preset llama3-1b --batch 1 --variants bf16 int4
+    python benchmarks/serving/packed_decode.py --batch 1 --prompt 512 2048 8192 --variants bf16 fp8-dynamic   # prefill
     python benchmarks/serving/packed_decode.py --tiny                # tiny sizes; rows go to tiny/
 
 Weights are random. Greedy, by `Decoder.generate`, host and all; the fastest of three calls counts. Variants:
@@ -11,14 +12,17 @@ Weights are random. Greedy, by `Decoder.generate`, host and all; the fastest of 
     int8, bf16 head  the same with the head in the compute dtype
     int4             layers in 4 bits with a scale for each 128 inputs, the head in 8 bits
     int4, bf16 head  the same with the head in the compute dtype
+    fp8              layers in FP8 with a scale for each output, the head in the compute dtype
+    fp8-dynamic      the same; products of many rows round their inputs to FP8 too
 
 A step reads all weights but the input embedding, and the filled part of the cache. `bound` is the bytes of bf16 divided
-by those of the variant: the speedup at equal bandwidth. The head of a tied model is never packed here. Rows are
-appended to benchmarks/results/packed_decode.jsonl.
+by those of the variant: the speedup at equal bandwidth. The prefill is the time to the first token of each text. The
+head of a tied model is never packed here. Rows are appended to benchmarks/results/packed_decode.jsonl.
 """
 
 import argparse
 import functools
+import itertools
 import math
 import os
 import sys
@@ -46,33 +50,44 @@ from jaxstack.parameter_paths import nest
 from jaxstack.run.setting import decoding_layout
 from jaxstack.run_config import RunConfig, load_config
 from pallas_kernels import Grid, PackedWeight, record_choices
-from pallas_kernels.weight_only.packed import pack_integers
+from pallas_kernels.weight_only.formats import Float8Format, RoundedInputFloat8Format
+from pallas_kernels.weight_only.packed import pack_float8, pack_integers
 
 SCRIPT = "packed_decode"
-COLUMNS = ("work", "variant", "milliseconds", "speedup", "bound", "gigabytes_per_second", "share", "backends")
+COLUMNS = ("work", "variant", "milliseconds", "speedup", "bound", "gigabytes_per_second", "share",
+           "prefill_milliseconds", "prefill_speedup", "backends")  # fmt: skip
+Packing = Grid | Float8Format
+"""Grid of integers, or FP8 with or without rounded inputs."""
 INT8 = Grid(8)
 INT4 = Grid(4, 128)
-VARIANTS: Mapping[str, tuple[Grid | None, Grid | None]] = {
+VARIANTS: Mapping[str, tuple[Packing | None, Packing | None]] = {
     "bf16": (None, None),
     "int8": (INT8, INT8),
     "int8, bf16 head": (INT8, None),
     "int4": (INT4, INT8),
     "int4, bf16 head": (INT4, None),
+    "fp8": (Float8Format(), None),
+    "fp8-dynamic": (RoundedInputFloat8Format(), None),
 }
-"""Name -> grids of the layers and of the head; None: the compute dtype."""
+"""Name -> how the layers and the head are packed; None: the compute dtype."""
 TINY = {"vocab_size": 512, "hidden_size": 128, "num_layers": 2, "num_heads": 2, "intermediate_size": 256}
 
 Row = dict[str, Any]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def random_weight(key: jax.Array, grid: Grid, layout: MatrixLayout) -> PackedWeight:
+def random_weight(key: jax.Array, packing: Packing, layout: MatrixLayout) -> PackedWeight:
     """Return a packed weight whose outputs are about as large as its inputs."""
     outputs, inputs = layout.size
-    low, high = grid.limits
+    if isinstance(packing, Float8Format):
+        numbers = 64 * jax.random.normal(key, (outputs, inputs), jnp.bfloat16)
+        scales = jnp.full((outputs, 1), 1 / (64 * math.sqrt(inputs)), jnp.bfloat16)
+        rounds = isinstance(packing, RoundedInputFloat8Format)
+        return pack_float8(numbers, scales, round_inputs=rounds).with_dims(*layout.dims)
+    low, high = packing.limits
     q = jax.random.randint(key, (outputs, inputs), low, high + 1, jnp.int8)
-    scales = jnp.full((outputs, grid.groups(inputs)), math.sqrt(3 / inputs) / high, jnp.bfloat16)
-    return pack_integers(grid, q, scales).with_dims(*layout.dims)
+    scales = jnp.full((outputs, packing.groups(inputs)), math.sqrt(3 / inputs) / high, jnp.bfloat16)
+    return pack_integers(packing, q, scales).with_dims(*layout.dims)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -81,7 +96,7 @@ def random_array(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DType
     return jnp.ones(shape, dtype) if len(shape) < 2 else jax.random.normal(key, shape, dtype) / math.sqrt(shape[0])
 
 
-def make_decoder(config: RunConfig, model: ModelConfig, layers: Grid | None, head: Grid | None) -> Decoder:
+def make_decoder(config: RunConfig, model: ModelConfig, layers: Packing | None, head: Packing | None) -> Decoder:
     """Return a model with random weights on one device; no plain weight is made of a packed one."""
     mesh = make_mesh(decoding_layout(config, 1, chosen=False), jax.devices()[:1])
     rules = make_rules(mesh)
@@ -91,10 +106,10 @@ def make_decoder(config: RunConfig, model: ModelConfig, layers: Grid | None, hea
     kernels = {path for path, layout in layouts.items() if path.startswith("decoder/") and not layout.stack}
     leaves = dict[str, Any]()
     for number, (path, leaf) in enumerate(named_leaves(module.abstract_params).items()):
-        grid = head if path == "head" else layers if path in kernels else None
+        packing = head if path == "head" else layers if path in kernels else None
         key = jax.random.key(number)
-        if grid is not None:
-            leaves[path] = random_weight(key, grid, layouts[path])
+        if packing is not None:
+            leaves[path] = random_weight(key, packing, layouts[path])
         else:
             leaves[path] = random_array(key, leaf.shape, dtype if leaf.ndim > 1 else leaf.dtype)
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
@@ -120,15 +135,15 @@ def step_bytes(decoder: Decoder, batch: int, tokens: int) -> dict[str, int]:
 
 
 def measure_variant(variant: str, config: RunConfig, model: ModelConfig, args: argparse.Namespace) -> list[Row]:
-    """Return a row for each batch size."""
+    """Return a row for each number of texts and length of prompts."""
     decoder = make_decoder(config, model, *VARIANTS[variant])
     rows = []
-    for batch in args.batch:
+    for batch, prompt in itertools.product(args.batch, args.prompt):
         with record_choices() as choices:
-            first, further = measure(decoder, batch, args.prompt, args.tokens)
-        parts = step_bytes(decoder, batch, args.prompt + args.tokens // 2)
+            first, further = measure(decoder, batch, prompt, args.tokens)
+        parts = step_bytes(decoder, batch, prompt + args.tokens // 2)
         rows.append({
-            "work": f"decode {args.preset} batch {batch} prompt {args.prompt}", "variant": variant,
+            "work": f"decode {args.preset} batch {batch} prompt {prompt}", "variant": variant,
             "implementation": "jaxstack",
             "device": jax.devices()[0].device_kind, "devices": 1, "batch": batch, "milliseconds": 1e3 * further,
             "prefill_milliseconds": 1e3 * first, "tokens_per_second_per_device": batch / further, **parts,
@@ -140,15 +155,16 @@ def measure_variant(variant: str, config: RunConfig, model: ModelConfig, args: a
 
 
 def compare(rows: list[Row]) -> None:
-    """Add the speedup beside bf16 at the same batch, and its bound by bytes."""
+    """Add the speedups beside bf16 at the same sizes, and the bound by bytes of that of a step."""
 
     def size(row: Row) -> int:
         return row["layer_bytes"] + row["head_bytes"] + row["cache_bytes"]
 
-    plain = {row["batch"]: row for row in rows if row["variant"] == "bf16"}
+    plain = {row["work"]: row for row in rows if row["variant"] == "bf16"}
     for row in rows:
-        if base := plain.get(row["batch"]):
+        if base := plain.get(row["work"]):
             row |= {"speedup": base["milliseconds"] / row["milliseconds"], "bound": size(base) / size(row)}
+            row["prefill_speedup"] = base["prefill_milliseconds"] / row["prefill_milliseconds"]
 
 
 def main() -> int:
@@ -156,7 +172,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="llama3-8b", help="shape of the model (default: %(default)s)")
     parser.add_argument("--batch", type=positive(int), nargs="+", default=[1, 4, 16], metavar="N", help="rows")
-    parser.add_argument("--prompt", type=positive(int), default=512, metavar="N", help="tokens of each prompt")
+    parser.add_argument(
+        "--prompt", type=positive(int), nargs="+", default=[512], metavar="N", help="tokens of each prompt"
+    )
     parser.add_argument("--tokens", type=positive(int), default=128, metavar="N", help="tokens to generate")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="NAME")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; rows go to tiny/")
@@ -166,7 +184,7 @@ def main() -> int:
     if args.tiny:
         args.preset = "tiny"
         args.batch = [1, 2]
-        args.prompt = 8
+        args.prompt = [8]
         args.tokens = 10
     config = load_config(None, [f"model.preset={args.preset}", "model.scan_layers=false"])
     fixed = {"vocab_size": config.model.vocab_size or VOCABULARY, "remat": "none"}

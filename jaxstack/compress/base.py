@@ -154,6 +154,11 @@ class AfterTraining(Method):
     needs: ClassVar[frozenset[Statistic]] = frozenset()
     """Statistics of the layer's inputs that `compress` reads; without any the method needs no calibration text."""
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """True if dense layers that the method compresses round their inputs as well."""
+        return False
+
     def rescaled_weights(self, block: CalibrationBlock) -> Mapping[str, jax.Array]:
         """Return rescaled weights by path, to replace those of a Transformer layer before its matrices are compressed.
 
@@ -185,6 +190,20 @@ def stack_compressed(matrices: Sequence[Compressed]) -> PackedWeight | Float[Arr
         assert stacked is not None, "a method packs all matrices of a shape alike"
         return stacked
     return jnp.stack([cast(jax.Array, matrix) for matrix in matrices])
+
+
+def compress_weight(w: jax.Array, method: AfterTraining, layout: MatrixLayout) -> PackedWeight | jax.Array:
+    """Compress a weight by a method that needs no calibration; a pruned one stays a plain array.
+
+    Args:
+      w: the weight, in any floating-point dtype.
+      method: the method.
+      layout: the weight as matrices.
+    """
+    matrices = layout.to_matrices(w.astype(jnp.float32))
+    if not layout.stack:
+        return layout.from_compressed(method.compress(matrices, None))
+    return layout.from_compressed(stack_compressed([method.compress(matrix, None) for matrix in matrices]))
 
 
 class DuringTraining(Method):

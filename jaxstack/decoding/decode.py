@@ -11,19 +11,25 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxstack.distributed.xla_options import OptionValue, packed_weight_options
+from jaxstack.distributed.xla_options import OptionValue, packed_many_row_options, packed_weight_options
 from jaxstack.errors import ConfigError
 from jaxstack.models.restack import join_projections
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules, is_cast
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from pallas_kernels.target import current_target
+from pallas_kernels.weight_only.float8_products import MOST_EXACT_ROWS
 from pallas_kernels.weight_only.packed import device_bytes, is_packed
 
 Params = dict[str, PyTree]
 """Parameters, or other variables, of a module as nested dicts of arrays."""
 _BLOCK = 64
 """Unit of padding: rows are padded to this many tokens times a power of two, so that few shapes are compiled."""
+
+
+def has_many(rows: int) -> bool:
+    """Return True if products of so many rows round their inputs, where FP8 weights ask for it."""
+    return rows > MOST_EXACT_ROWS
 
 
 class ModelOnMesh:
@@ -50,11 +56,24 @@ class ModelOnMesh:
         self.rules = rules
         self.config = module.merge(module.abstract_params, module.abstract_non_params).config
         self.load(params, non_params)
-        packed = any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed)))
+        packed = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(leaf)]
         self.compiler_options: dict[str, OptionValue] | None = None
-        """Options of XLA for programs that multiply with the parameters; None: the defaults."""
+        """Options of XLA for programs that multiply with the parameters; None: the defaults. See also `options`."""
+        self._many_row_options: dict[str, OptionValue] = {}
         if packed and current_target().platform == "cuda":
             self.compiler_options = packed_weight_options()
+            dtype = module.dtype or jnp.float32
+            self._many_row_options = packed_many_row_options(packed, dtype, partitioned=rules.mesh.size > 1)
+
+    def options(self, *, many: bool) -> dict[str, OptionValue] | None:
+        """Return XLA's options for a program that multiplies with the parameters.
+
+        Args:
+          many: True if the products have many rows, see `has_many`.
+        """
+        if not many or not self._many_row_options:
+            return self.compiler_options
+        return {**(self.compiler_options or {}), **self._many_row_options}
 
     def load(self, params: Params, non_params: Params) -> None:
         """Use new parameters of the same shapes from now on, without compiling again."""
@@ -130,7 +149,7 @@ class ModelOnMesh:
             with logical_axis_rules(self.rules):
                 return self.module.merge(params, non_params)(tokens).astype(jnp.float32)
 
-        return jax.jit(compute, compiler_options=self.compiler_options)
+        return jax.jit(compute, compiler_options=self.options(many=True))
 
     def check_ids(self, rows: Sequence[Sequence[int]]) -> None:
         """Check that every token id in the rows of a batch is in the model's vocabulary.

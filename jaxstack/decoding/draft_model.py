@@ -78,7 +78,8 @@ class DraftPrograms:
         self._guess = jit(
             self._guess_step, donate_argnames="pages", out_shardings=(whole, whole, layout), compiler_options=options
         )
-        self._fill = jit(self._fill_step, donate_argnames="pages", out_shardings=layout, compiler_options=options)
+        many = model.options(many=True)
+        self._fill = jit(self._fill_step, donate_argnames="pages", out_shardings=layout, compiler_options=many)
         self._verify = jit(self._verify_step, donate_argnames="changes", out_shardings=(whole, whole))
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxstack.decoding.cache_room import copy_row, make_cache, row_axes
 from jaxstack.decoding.compilation import ThreadedCompiler
-from jaxstack.decoding.decode import ModelOnMesh, Params
+from jaxstack.decoding.decode import ModelOnMesh, Params, has_many
 from jaxstack.decoding.logit_changes import (
     LogitChanges,
     change_logits,
@@ -51,6 +51,8 @@ class StepVariant(NamedTuple):
     """Run the model on two halves of the tokens in turn."""
     adapted: bool = False
     """Compute with the places for adapters."""
+    many: bool = False
+    """The products have more rows than those whose inputs FP8 leaves as they are, see `ModelOnMesh.options`."""
 
 
 class Programs:
@@ -126,8 +128,8 @@ class Programs:
         self._pool = self.compiler.jit(self._pool_step, out_shardings=whole)
         self._forward = dict[StepVariant, Any]()
         self._advance = dict[StepVariant, Any]()
-        for variant in itertools.starmap(StepVariant, itertools.product((False, True), repeat=2)):
-            options = _compiler_options(model, variant.halves)
+        for variant in itertools.starmap(StepVariant, itertools.product((False, True), repeat=3)):
+            options = _compiler_options(model, variant)
             self._forward[variant] = self.compiler.jit(
                 partial(self._forward_step, variant=variant),
                 donate_argnames="pages",
@@ -308,12 +310,12 @@ class Programs:
     ) -> Float[Array, "all V"]:
         """Dispatch the forward pass of a step; return the logits to sample from. Arguments as in `run`."""
         model = self.model
-        count = len(rows) if drafted is None else drafted.size
-        halves = self._halves(count + (0 if tokens is None else tokens.size))
+        count = (len(rows) if drafted is None else drafted.size) + (0 if tokens is None else tokens.size)
+        halves = self._halves(count)
         # A single row would be split between its tokens, and drafts run before the tokens that they follow.
         halves = halves and (recent is None or len(rows) > 1)
         adapted = self._is_adapted(rows) or (chunks is not None and self._is_adapted(chunks))
-        logits, self._pages, self.states = self._forward[StepVariant(halves, adapted)](
+        logits, self._pages, self.states = self._forward[StepVariant(halves, adapted, has_many(count))](
             model.params, model.non_params, self._last, rows, drafted, recent, chunks, tokens, pages=self._pages
         )
         return logits
@@ -333,7 +335,7 @@ class Programs:
         options: dict[str, Any] = {"steps": np.int32(steps), "mode": np.int32(get_args(Mode).index(mode))}
         if self.constant_steps:
             options = {"steps": most, "mode": mode}
-        variant = StepVariant(self._halves(len(rows)), self._is_adapted(rows))
+        variant = StepVariant(self._halves(len(rows)), self._is_adapted(rows), has_many(len(rows)))
         with jax.set_mesh(model.rules.mesh):
             tokens, self._last, self._pages = self._advance[variant](
                 model.params, model.non_params, self._last, rows, pages=self._pages, most=most, **options
@@ -556,11 +558,12 @@ class ScoredPrograms(Programs):
     scores = True
 
 
-def _compiler_options(model: ModelOnMesh, halves: bool) -> dict[str, OptionValue] | None:
+def _compiler_options(model: ModelOnMesh, variant: StepVariant) -> dict[str, OptionValue] | None:
     """Return XLA's options for a program that runs the model, on two halves of its tokens or on all at once."""
-    if not halves or current_target().platform != "cuda":
-        return model.compiler_options
-    return {**(model.compiler_options or {}), **half_batch_options()}
+    options = model.options(many=variant.many)
+    if not variant.halves or current_target().platform != "cuda":
+        return options
+    return {**(options or {}), **half_batch_options()}
 
 
 def limit_vocabulary(logits: Float[Array, "*R V"], size: int | None) -> Float[Array, "*R V"]:

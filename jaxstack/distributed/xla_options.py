@@ -3,12 +3,14 @@
 import functools
 import importlib.metadata
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
 
 from jaxstack.errors import ConfigError
+from pallas_kernels import PackedWeight
+from pallas_kernels.weight_only.api import many_row_options
 from pallas_kernels.weight_only.xla import COMPILER_OPTIONS
 
 _OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
@@ -126,6 +128,17 @@ def packed_weight_options() -> dict[str, OptionValue]:
     Triton's matmuls, which training switches off, read the weights as they are stored.
     """
     return translate_options(COMPILER_OPTIONS)[0]
+
+
+def packed_many_row_options(
+    weights: Sequence[PackedWeight], dtype: jax.typing.DTypeLike, *, partitioned: bool
+) -> dict[str, OptionValue]:
+    """Return the supported XLA options that such programs have too if their products have many rows.
+
+    Args:
+      weights, dtype, partitioned: as in `pallas_kernels.weight_only.api.many_row_options`.
+    """
+    return translate_options(many_row_options(weights, dtype, partitioned=partitioned))[0]
 
 
 def half_batch_options() -> dict[str, OptionValue]:

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from jaxstack.compress.config import Recipe, load_recipe
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, merge_overrides, merge_trees
 from jaxstack.data.streams import import_chat
@@ -36,6 +37,7 @@ from jaxstack.parallel import ParallelConfig
 from jaxstack.precision import PrecisionConfig
 from jaxstack.run import generate as generation
 from jaxstack.run.build import build_model, companions
+from jaxstack.run.compress_at_load import choose_at_load, compress_in_place
 from jaxstack.run.generate import GeneratedText
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig, config_from_tree
@@ -139,6 +141,7 @@ def load(
     overrides: Sequence[str] = (),
     *,
     step: int | None = None,
+    recipe: str | Recipe | None = None,
     report: Callable[[str], None] = warnings.warn,
 ) -> Run:
     """Load a trained run or a Hugging Face checkpoint for text generation and evaluation tasks.
@@ -147,6 +150,8 @@ def load(
       directory: run directory, or directory of a Hugging Face checkpoint.
       overrides: `parallel.key=value` and `precision.key=value`; see `run_config`.
       step: step of the checkpoint to load; default: the newest.
+      recipe: recipe of `jaxstack compress` without calibration, by its name or its YAML file, by which the weights are
+        compressed while they are loaded; default: they are not.
       report: called with each warning, such as one about a damaged checkpoint that is passed over.
 
     Raises:
@@ -157,7 +162,10 @@ def load(
     config = run_config(stored, overrides)
     tokenizer = stored.tokenizer
     chosen = sets_layout(overrides)
-    decoder = load_decoder(stored, config, step=step, vocab_size=tokenizer.vocab_size, layout_chosen=chosen)
+    compression = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    decoder = load_decoder(
+        stored, config, step=step, vocab_size=tokenizer.vocab_size, layout_chosen=chosen, recipe=compression
+    )
     return Run(stored.directory, config, stored.choose_step(step), tokenizer, decoder, stop_tokens(stored))
 
 
@@ -276,6 +284,7 @@ def load_decoder(
     vocab_size: int | None = None,
     form: Form = "packed",
     layout_chosen: bool = False,
+    recipe: Recipe | None = None,
 ) -> Decoder:
     """Load a stored model for text generation, without its tokenizer; layers are unrolled.
 
@@ -286,7 +295,12 @@ def load_decoder(
       vocab_size: number of ids that may be generated; default: all rows of the model's vocabulary.
       form: form of compressed weights, see `StoredModel.read`.
       layout_chosen: True takes the degrees of `config.parallel`; False those that suit the model and the devices.
+      recipe: compresses the weights as they are loaded, from their unrounded values; None: they stay as they are.
+
+    Raises:
+      ConfigError: the weights do not fit, are compressed already, or the recipe does not fit the model.
     """
+    methods = {} if recipe is None else choose_at_load(recipe, stored, config.model)
     setting = Setting.of(config, "decode", chosen=layout_chosen)
     rules = setting.rules
     dtype = setting.dtype
@@ -297,8 +311,9 @@ def load_decoder(
     wanted = cast_shapes(module, rules)
     if not stored.packed:
         _check_weights(wanted)
-    params = stored.read(wanted, unrolled, form=form, step=step)
+    params = stored.read(wanted, unrolled, form="master" if methods else form, step=step)
     check_finite(params, stored)
+    compress_in_place(params, methods, config.model, wanted)
     return Decoder(module, params, initial_variables(module), rules, vocab_size=vocab_size)
 
 

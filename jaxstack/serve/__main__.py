@@ -79,6 +79,12 @@ def make_parser() -> CommandParser:
         help="be an engine of the router at http://HOST:PORT, with the router's JAXSTACK_ENGINE_KEY",
     )
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to load (default: the newest)")
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME|FILE",
+        help="compress the weights at loading by a recipe of jaxstack compress that needs no calibration, such as "
+        "fp8-dynamic",
+    )
     return add_examples(
         parser,
         "serve --run runs/quickstart",
@@ -87,6 +93,7 @@ def make_parser() -> CommandParser:
         "serve --run models/qwen2.5-7b --draft models/qwen2.5-0.5b",
         "serve --run models/qwen2.5-7b --adapter sql=runs/sql --adapter legal=models/legal-lora",
         "serve --run models/qwen2.5-7b --replicas 8",
+        "serve --run models/llama-3.1-8b --recipe fp8-dynamic",
     )
 
 
@@ -124,7 +131,7 @@ def _serve(args: argparse.Namespace) -> int | None:
         from jaxstack.run.load import find_reward_head, load
 
         with doing("loading the model"):
-            run = load(args.run, others, step=args.step, report=_report)
+            run = load(args.run, others, step=args.step, recipe=args.recipe, report=_report)
             head = find_reward_head(args.run, step=args.step)
             read = partial(read_adapter, model=run.config.model)
             adapters = {named: read(directory) for named, directory in map(_adapter, args.adapter)}

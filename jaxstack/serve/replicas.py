@@ -197,6 +197,7 @@ def engine_arguments(args: argparse.Namespace, router: Address, host: str, repor
         ("draft", [args.draft]),
         ("name", [args.name]),
         ("step", [step]),
+        ("recipe", [args.recipe]),
         ("adapter", args.adapter),
     ):
         for value in values:

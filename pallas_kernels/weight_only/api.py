@@ -1,15 +1,19 @@
 """`packed_matmul`: product of activations and a weight that is stored in few bits."""
 
 import functools
+import math
 import warnings
+from collections.abc import Mapping, Sequence
 
 import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Backend, select
+from pallas_kernels.target import current_target
 from pallas_kernels.weight_only import triton, xla
+from pallas_kernels.weight_only.formats import RoundedInputFloat8Format
 from pallas_kernels.weight_only.packed import PackedWeight
-from pallas_kernels.weight_only.request import make_request
+from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
 
 BACKENDS = (
     Backend(
@@ -54,6 +58,32 @@ def packed_matmul(
         _tell_fallback(reason)
     y = chosen.call(request)
     return y.reshape(*rows, *weight.outputs)
+
+
+def many_row_options(
+    weights: Sequence[PackedWeight], dtype: jax.typing.DTypeLike, *, partitioned: bool
+) -> Mapping[str, bool]:
+    """Return XLA's options, beside those of `xla.COMPILER_OPTIONS`, for a GPU program whose products have many rows.
+
+    Where all weights are FP8 and the inputs of many rows are rounded to FP8, cuBLASLt multiplies FP8 by FP8. Triton's
+    matmuls, which would take these products, are then not needed to read weights as stored.
+
+    Args:
+      weights: all packed weights of the program.
+      dtype: dtype of the activations.
+      partitioned: True if XLA partitions the program over several devices, where the Triton kernel cannot run.
+    """
+    only_float8 = bool(weights) and not partitioned and all(_is_never_widened(weight, dtype) for weight in weights)
+    return xla.FLOAT8_OPTIONS if only_float8 else {}
+
+
+def _is_never_widened(weight: PackedWeight, dtype: jax.typing.DTypeLike) -> bool:
+    """Return True if XLA multiplies with a weight in FP8 only, as the Triton kernel takes the products of few rows."""
+    if not isinstance(weight.format, RoundedInputFloat8Format):
+        return False
+    x = jax.ShapeDtypeStruct((1, math.prod(weight.inputs)), dtype)
+    request = PackedMatmulRequest(x, weight, dtype, current_target())  # type: ignore[arg-type]
+    return triton.unsupported_reason(request) is None
 
 
 @functools.cache

@@ -65,6 +65,11 @@ class Format(ABC):
         del outputs, inputs
         return self
 
+    @property
+    def weight_only(self) -> "Format":
+        """The format of the same arrays whose products take inputs as they are, not rounded."""
+        return self
+
     def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
         """Return the stored arrays of only the rows `ids` of the matrix."""
         return {name: array[ids] for name, array in arrays.items()}
@@ -117,6 +122,10 @@ class RoundedInputFormat(IntegerFormat):
                 "inputs rounded to int8 need weights with bits 8 and group_size null (a scale for each output)."
             )
 
+    @property
+    def weight_only(self) -> IntegerFormat:
+        return IntegerFormat(self.grid)
+
 
 @dataclasses.dataclass(frozen=True)
 class Float8Format(Format):
@@ -161,6 +170,25 @@ class Float8Format(Format):
 
     def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
         return {"q": arrays["q"][ids], "scales": arrays["scales"][ids if self.rows is None else ids // self.rows]}
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedInputFloat8Format(Float8Format):
+    """FP8 W8A8: FP8 numbers with a scale for each output, multiplied with inputs rounded to FP8, a scale per token.
+
+    Only products of many rows round their inputs, see `float8_products`. Arrays: `q` float8_e4m3fn [out, in] and
+    `scales` float [out, 1].
+    """
+
+    name: ClassVar[str] = "float8_w8a8"
+
+    def __post_init__(self) -> None:
+        if self.rows is not None or self.columns is not None:
+            raise ValueError("inputs rounded to FP8 need weights with a scale for each output, not for blocks.")
+
+    @property
+    def weight_only(self) -> Float8Format:
+        return Float8Format()
 
 
 FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -309,6 +337,7 @@ FORMATS: dict[str, type[Format]] = {
         IntegerFormat,
         RoundedInputFormat,
         Float8Format,
+        RoundedInputFloat8Format,
         LookupFormat,
         BlockFloatFormat,
         TileFloatFormat,

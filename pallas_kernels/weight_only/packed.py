@@ -17,6 +17,7 @@ from pallas_kernels.weight_only.formats import (
     IntegerFormat,
     LookupFormat,
     LowRankFormat,
+    RoundedInputFloat8Format,
     RoundedInputFormat,
     TileFloatFormat,
     index_dtype,
@@ -180,8 +181,7 @@ def stack_packed(weights: Sequence[PackedWeight | None]) -> PackedWeight | None:
     numpy = isinstance(next(iter(first.arrays.values())), np.ndarray)
     stack: Any = np.stack if numpy else jnp.stack
     arrays = {name: stack([weight.arrays[name] for weight in packed]) for name in first.arrays}
-    format = IntegerFormat(first.format.grid) if isinstance(first.format, RoundedInputFormat) else first.format
-    return PackedWeight(arrays, format, first.inputs, first.outputs, (len(packed), *first.stack))
+    return PackedWeight(arrays, first.format.weight_only, first.inputs, first.outputs, (len(packed), *first.stack))
 
 
 def pack_integers(
@@ -205,9 +205,18 @@ def pack_nearest(grid: Grid, w: Float[Array, "out in"], *, round_inputs: bool = 
     return pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.bfloat16), round_inputs=round_inputs)
 
 
-def pack_float8(q: Float[Array, "out in"], scales: Float[Array, "out groups"]) -> PackedWeight:
-    """Pack FP8 numbers (e4m3) and their scales as a weight."""
-    return _pack(Float8Format(), {"q": q.astype(jnp.float8_e4m3fn), "scales": scales}, q.shape)
+def pack_float8(
+    q: Float[Array, "out in"], scales: Float[Array, "out groups"], *, round_inputs: bool = False
+) -> PackedWeight:
+    """Pack FP8 numbers (e4m3) and their scales as a weight.
+
+    Args:
+      q: the numbers.
+      scales: their scales; with `round_inputs` one for each output.
+      round_inputs: True rounds the inputs of products of many rows to FP8 too.
+    """
+    format = RoundedInputFloat8Format() if round_inputs else Float8Format()
+    return _pack(format, {"q": q.astype(jnp.float8_e4m3fn), "scales": scales}, q.shape)
 
 
 def pack_lookup(

@@ -19,7 +19,14 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.target import Target, automatic_axes, multiprocessors
 from pallas_kernels.triton_support import triton_call, unsupported_target
 from pallas_kernels.weight_only import xla
-from pallas_kernels.weight_only.formats import Float8Format, IntegerFormat, LookupFormat, RoundedInputFormat
+from pallas_kernels.weight_only.float8_products import MOST_EXACT_ROWS
+from pallas_kernels.weight_only.formats import (
+    Float8Format,
+    IntegerFormat,
+    LookupFormat,
+    RoundedInputFloat8Format,
+    RoundedInputFormat,
+)
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import PackedMatmulRequest
 
@@ -40,7 +47,7 @@ class Tile:
             as many neighbouring blocks of inputs.
         warps: warps of a program.
         stages: steps whose loads are under way at once.
-        assembly: whether inline assembly converts the integers; it exists for bfloat16 only.
+        assembly: whether inline assembly converts the stored numbers; it exists for bfloat16 only.
     """
 
     block_out: int
@@ -67,6 +74,7 @@ class ProductPlan:
         scale_rows: consecutive outputs that share their scales, as in blocks of FP8.
         exponent_size: inputs that share an exponent; 0: there are none.
         tiles: tiles of `rows` rows, each multiplied with one of several matrices; 0: there is one matrix.
+        float8: True for FP8.
     """
 
     rows: int
@@ -80,6 +88,7 @@ class ProductPlan:
     scale_rows: int = 1
     exponent_size: int = 0
     tiles: int = 0
+    float8: bool = False
 
     @property
     def all_rows(self) -> int:
@@ -123,7 +132,7 @@ class ProductPlan:
 
     @property
     def assembly(self) -> bool:
-        """True if inline assembly converts the stored integers to bfloat16."""
+        """True if inline assembly converts the stored numbers to bfloat16."""
         return self.tile.assembly
 
 
@@ -226,8 +235,7 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None, tiles: int
     tables, entries = weight.arrays["codebook"].shape[-2:] if lookup else (1, 0)
     groups = 1 if lookup else weight.arrays["scales"].shape[-1]
     default = default_tile(outputs, inputs, groups, rows, tables, 8 // bits)
-    float8 = isinstance(weight.format, Float8Format)
-    default = dataclasses.replace(default, assembly=request.x.dtype == jnp.bfloat16 and not float8)
+    default = dataclasses.replace(default, assembly=request.x.dtype == jnp.bfloat16)
     if tiles:  # which are enough programs
         default = dataclasses.replace(default, ranges=1)
     plan = ProductPlan(
@@ -242,6 +250,7 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None, tiles: int
         scale_rows=(weight.format.rows or 1) if isinstance(weight.format, Float8Format) else 1,
         exponent_size=inputs // weight.arrays["exponents"].shape[-1] if "exponents" in weight.arrays else 0,
         tiles=tiles,
+        float8=isinstance(weight.format, Float8Format),
     )
     measured = MEASURED.get((bits, outputs, inputs, 8 if rows <= 8 else 16))
     if tile is not None or measured is None or rows > 16:
@@ -383,17 +392,18 @@ def fallback_reason(request: PackedMatmulRequest) -> str | None:
 def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
     x = request.x
     weight = request.weight
-    plain = isinstance(weight.format, Float8Format) and weight.format.rows is None and not weight.stack
-    if plain or not isinstance(weight.format, (IntegerFormat, LookupFormat, Float8Format)):
-        return f"reads integers with scales, FP8 by blocks and lookup tables; the weight is {weight.format}"
+    if not isinstance(weight.format, (IntegerFormat, LookupFormat, Float8Format)):
+        return f"reads integers and FP8 with scales, and lookup tables; the weight is {weight.format}"
     if isinstance(weight.format, RoundedInputFormat):
         return "multiplies activations as they are; the weight asks for inputs rounded to int8"
     if "zeros" in weight.arrays:
         return "reads integers without zero points; the weight has some"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs activations in bfloat16 or float16; got {x.dtype}"
-    if not 1 <= x.shape[0] <= MOST_ROWS:
-        return f"takes 1 to {MOST_ROWS} rows; got {x.shape[0]}"
+    rounded = isinstance(weight.format, RoundedInputFloat8Format)
+    most = min(MOST_ROWS, MOST_EXACT_ROWS) if rounded else MOST_ROWS
+    if not 1 <= x.shape[0] <= most:
+        return f"takes 1 to {most} rows; got {x.shape[0]}"
     outputs, inputs = stored_matrix(weight).shape[-2:]
     least = 32 if weight.stack else 128
     if outputs % 16 or inputs % least:

@@ -51,12 +51,35 @@ sub.rn.bf16x2 $1, b, c;
 }
 """)
 """(Bits xor 8) + 128, which is the value plus 136, minus 136."""
+_FLOAT8 = tl.constexpr("""
+{
+.reg .b32 a, b, c, d, e;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+and.b32 a, a, 0x80008000;
+and.b32 b, b, 0x80008000;
+lop3.b32 a, c, 0x07F007F0, a, 0xEA;
+lop3.b32 b, d, 0x07F007F0, b, 0xEA;
+mov.b32 e, 0x7B807B80;
+mul.rn.bf16x2 $0, a, e;
+mul.rn.bf16x2 $1, b, e;
+}
+""")
+"""Exponent and mantissa of e4m3 in those bits of a bfloat16, which is the value times 2^-120, times 2^120.
+
+Exact, for subnormal numbers too; NaN, which no weight should be, becomes 480.
+"""
 
 
 @triton.jit
 def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
     """Return stored bytes (half=0), or their low (half=1) or high (half=2) 4 bits, in the dtype of `like`."""
     dtype: tl.constexpr = like.dtype.element_ty
+    if plan.assembly and plan.float8:
+        stored = stored.to(tl.int8, bitcast=True)
+        return tl.inline_asm_elementwise(_FLOAT8, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4)
     if plan.assembly:
         assembly: tl.constexpr = _BYTE if half == 0 else _LOW_HALF if half == 1 else _HIGH_HALF
         return tl.inline_asm_elementwise(assembly, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4)

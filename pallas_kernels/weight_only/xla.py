@@ -4,7 +4,8 @@ On a GPU the conversion to the dtype of x, and the scales, become part of the ma
 multiply the weights before the matmul, need the option `xla_gpu_experimental_enable_subchannel_dequantisation_fusion`;
 without it XLA writes the weights in the dtype of x first. Either needs `xla_gpu_enable_triton_gemm`. Weights of a
 lookup table are stored small, but written in the dtype of x before each product. With inputs rounded to int8 (W8A8),
-XLA multiplies int8 by int8 with int32 sums, in a Triton or cuBLAS matmul; for one row, in a fused reduction.
+XLA multiplies int8 by int8 with int32 sums, in a Triton or cuBLAS matmul; for one row, in a fused reduction. With
+inputs rounded to FP8, of which there must be many rows, it multiplies FP8 by FP8 with float32 sums.
 """
 
 import functools
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.weight_only import float8_products
 from pallas_kernels.weight_only.formats import (
     Arrays,
     BlockFloatFormat,
@@ -23,6 +25,7 @@ from pallas_kernels.weight_only.formats import (
     IntegerFormat,
     LookupFormat,
     LowRankFormat,
+    RoundedInputFloat8Format,
     RoundedInputFormat,
     TileFloatFormat,
     powers_of_two,
@@ -35,6 +38,8 @@ COMPILER_OPTIONS: Mapping[str, bool] = {
     "xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True,
 }
 """Options with which XLA reads packed weights as stored; a jaxlib that lacks one writes a copy of the weights."""
+FLOAT8_OPTIONS: Mapping[str, bool] = {"xla_gpu_enable_triton_gemm": False}
+"""Options with which XLA multiplies FP8 by FP8 in cuBLASLt, not in matmuls that it generates itself."""
 
 
 def unsupported_reason(request: PackedMatmulRequest) -> str | None:
@@ -110,6 +115,29 @@ def _times_float8(x: jax.Array, arrays: Arrays, format: Float8Format) -> jax.Arr
     return _times_scaled(x, arrays["q"].astype(x.dtype), arrays["scales"])
 
 
+def _times_rounded_float8(x: jax.Array, arrays: Arrays, format: Float8Format) -> jax.Array:
+    few = len(x) <= float8_products.MOST_EXACT_ROWS
+    return _times_float8(x, arrays, format) if few else _float8_product(x, arrays)
+
+
+@jax.custom_vjp
+def _float8_product(x: jax.Array, arrays: Arrays) -> jax.Array:
+    return float8_products.scaled_product(x, arrays["q"], arrays["scales"])
+
+
+def _float8_product_forward(x: jax.Array, arrays: Arrays) -> tuple[jax.Array, tuple[jax.Array, Arrays]]:
+    return _float8_product(x, arrays), (x, arrays)
+
+
+def _float8_product_backward(saved: tuple[jax.Array, Arrays], d_y: jax.Array) -> tuple[jax.Array, Arrays]:
+    x, arrays = saved
+    exact = functools.partial(_times_float8, format=Float8Format())
+    return jax.vjp(exact, float8_products.round_tokens(x), arrays)[1](d_y)
+
+
+_float8_product.defvjp(_float8_product_forward, _float8_product_backward)
+
+
 def _times_block_float(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
     return _times_scaled(x, arrays["q"].astype(x.dtype), powers_of_two(arrays["exponents"]))
 
@@ -133,6 +161,7 @@ _PRODUCTS: Mapping[type[Format], Callable[[jax.Array, Arrays, Any], jax.Array]] 
     IntegerFormat: _times_integers,
     RoundedInputFormat: _times_rounded,
     Float8Format: _times_float8,
+    RoundedInputFloat8Format: _times_rounded_float8,
     LookupFormat: _times_lookup,
     BlockFloatFormat: _times_block_float,
     TileFloatFormat: _times_tile_float,

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -134,6 +135,13 @@ def _combine(a, b, c, table):
     return found
 
 
+def _multiply_bfloat16(a, b):
+    """`mul.rn.bf16x2`: the products of two pairs of bfloat16 numbers, rounded to nearest."""
+    halves = [[(x >> np.uint64(shift) & np.uint64(0xFFFF)).astype(np.uint16) for x in (a, b)] for shift in (0, 16)]
+    low, high = [(x.view(ml_dtypes.bfloat16) * y.view(ml_dtypes.bfloat16)).view(np.uint16) for x, y in halves]
+    return low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(16)
+
+
 _INSTRUCTIONS = {
     "prmt.b32": _permute,
     "lop3.b32": _combine,
@@ -141,6 +149,7 @@ _INSTRUCTIONS = {
     "and.b32": lambda a, b: a & b,
     "bfe.u32": lambda a, first, count: (a >> first) & np.uint64(2 ** int(count) - 1),
     "mad.wide.u32": lambda a, b, c: a * b + c,
-    "mov.b32": lambda low, high: low | (high << np.uint64(16)),
+    "mov.b32": lambda low, *high: low | (high[0] << np.uint64(16)) if high else low,
+    "mul.rn.bf16x2": _multiply_bfloat16,
     "ld.global.nc.b16": np.vectorize(lambda place: np.uint64(ctypes.c_uint16.from_address(int(place)).value)),
 }

@@ -18,10 +18,9 @@ from jaxstack.checkpoint.compressed import (
 from jaxstack.compress.after_training.calibrate import read_calibration
 from jaxstack.compress.after_training.layerwise import LayerwiseResult, compress_layers
 from jaxstack.compress.after_training.report import CompressionReport, WeightRow, write_report
-from jaxstack.compress.base import AfterTraining, DuringTraining, method_name, stack_compressed
+from jaxstack.compress.base import AfterTraining, DuringTraining, compress_weight, method_name
 from jaxstack.compress.config import CompressionConfig, Recipe, choose_methods, load_recipe
 from jaxstack.compress.formats.block_float import SharedExponents
-from jaxstack.compress.formats.integer_grid import RoundingMethod
 from jaxstack.compress.matrix import MatrixLayout, compressible_weights, forward_order_key, other_parameters
 from jaxstack.config.loader import build_component, dump_yaml
 from jaxstack.config.sections import RunSection
@@ -103,10 +102,8 @@ def compress(
         report(warning)
     if source.model.moe is not None:
         report(f"no method compresses routers; they are stored in {recipe.store}")
-    if any(
-        layouts[path].stack and isinstance(rule, RoundingMethod) and rule.activations for path, rule in methods.items()
-    ):
-        report("the inputs of experts are not rounded; their weights are stored as 8-bit integers")
+    if any(layouts[path].stack and method.rounds_inputs for path, method in methods.items()):
+        report("the inputs of experts are not rounded; their weights are stored in 8 bits")
     tokenizer = _tokenizer(stored, report)
     config = _compressed_config(source, stored, output, tokenizer)
     batches = _calibration(methods, stored, source, recipe, report)
@@ -241,10 +238,7 @@ def compress_leaves(
     after = dict(leaves)
     for number, (path, method) in enumerate(methods.items(), 1):
         report(f"[{number}/{len(methods)}] {path}: {method_name(method)}")
-        layout = layouts[path]
-        w = layout.to_matrices(leaves[path].astype(jnp.float32))
-        found = stack_compressed([method.compress(m, None) for m in w]) if layout.stack else method.compress(w, None)
-        after[path] = layout.from_compressed(found)
+        after[path] = compress_weight(leaves[path], method, layouts[path])
     return after
 
 

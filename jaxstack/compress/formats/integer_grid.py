@@ -94,8 +94,13 @@ class RoundingMethod(IntegerMethod):
         return self
 
     @property
+    def rounds_inputs(self) -> bool:
+        """True if dense layers that the method compresses round their inputs as well."""
+        return self.activations is not None
+
+    @property
     def format(self) -> IntegerGrid:
-        return IntegerGrid(self.grid, rounds_inputs=self.activations is not None)
+        return IntegerGrid(self.grid, rounds_inputs=self.rounds_inputs)
 
 
 class Rtn(RoundingMethod, AfterTraining):

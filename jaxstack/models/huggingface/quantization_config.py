@@ -25,7 +25,6 @@ FORMATS = (*_WRITTEN, FP8, MXFP4)
 _DENSE_OF_GPT_OSS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 _PER_TOKEN = {"symmetric": True, "strategy": "token", "dynamic": True}
 """Settings of inputs that are rounded with a scale for each token, computed from the token itself."""
-_INT8_TOKENS = {**_PER_TOKEN, "num_bits": 8, "type": "int"}
 
 
 class WeightArguments(BaseModel):
@@ -53,8 +52,8 @@ class Scheme:
       symmetric: False if the integers have zero points.
       activations: True if the inputs or outputs of the module are quantized too.
       scales: name of the tensor with the scales, which the values are multiplied with.
-      rounds_inputs: True if only the inputs are quantized, to symmetric int8 with a dynamic scale for each token;
-        jaxstack rounds them too where the weight stays packed.
+      rounds_inputs: True if only the inputs are quantized, to symmetric 8-bit numbers of the same kind with a dynamic
+        scale for each token; jaxstack rounds them too where the weight stays packed.
     """
 
     format: str
@@ -227,17 +226,18 @@ def _read_group(name: str, group: object, default: object) -> tuple[tuple[str, .
         block=weights.block_structure,
         symmetric=weights.symmetric,
         activations=bool(inputs or outputs),
-        rounds_inputs=not outputs and _is_int8_tokens(inputs),
+        rounds_inputs=not outputs and _are_tokens(inputs, weights.type),
     )
     return tuple(map(str, group["targets"])), scheme
 
 
-def _is_int8_tokens(inputs: object) -> bool:
-    """Return True if an entry `input_activations` of a group has the settings of `_INT8_TOKENS`."""
+def _are_tokens(inputs: object, kind: str) -> bool:
+    """Return True if an entry `input_activations` asks for 8 bits of a kind of number, with a scale for each token."""
     if not isinstance(inputs, Mapping):
         return False
+    wanted = {**_PER_TOKEN, "num_bits": 8, "type": kind}
     defaults = {"num_bits": 8, "type": "int", "symmetric": True}
-    return {key: {**defaults, **inputs}.get(key) for key in _INT8_TOKENS} == _INT8_TOKENS
+    return {key: {**defaults, **inputs}.get(key) for key in wanted} == wanted
 
 
 def _refused(what: str, way_out: str) -> ConfigError:

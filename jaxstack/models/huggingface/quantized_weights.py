@@ -35,6 +35,7 @@ from pallas_kernels.weight_only.formats import (
     Float8Format,
     IntegerFormat,
     LookupFormat,
+    RoundedInputFloat8Format,
     RoundedInputFormat,
     index_dtype,
     integer_dtype,
@@ -132,7 +133,7 @@ class QuantizedTensor:
             return PackedWeight({"q": q, "scales": scales}, Float8Format(*scheme.block), inputs, outputs)
         arrays: dict[str, Any] = {"q": q, "scales": np.broadcast_to(scales, (rows, scales.shape[1]))}
         if scheme.kind == "float":
-            format = Float8Format()
+            format = RoundedInputFloat8Format() if self._rounds_float8_inputs else Float8Format()
         else:
             format = self._integer_format()
             dtype = integer_dtype(scheme.bits)
@@ -140,6 +141,10 @@ class QuantizedTensor:
             if zeros is not None:
                 arrays["zeros"] = np.broadcast_to(zeros, arrays["scales"].shape).astype(dtype)
         return PackedWeight(arrays, format, inputs, outputs)
+
+    @property
+    def _rounds_float8_inputs(self) -> bool:
+        return self.scheme.rounds_inputs and self.scheme.strategy in ("tensor", "channel")
 
     def _integer_format(self) -> IntegerFormat:
         scheme = self.scheme
@@ -329,7 +334,8 @@ def describe_quantization_differences(
     lines = []
     if dense := len(found) - len(packed):
         lines.append(f"{dense} of {len(found)} quantized weights are read as plain float32 numbers")
-    here = sum(isinstance(weight.format, RoundedInputFormat) for weight in packed.values())
+    rounding = (RoundedInputFormat, RoundedInputFloat8Format)
+    here = sum(isinstance(weight.format, rounding) for weight in packed.values())
     if rounded := sum(tensor.scheme.activations for tensor in found.values()) - here:
         lines.append(f"the inputs of {rounded} layers, which vLLM would round to few bits, are not rounded here")
     if quantization.kv_cache:
@@ -389,7 +395,7 @@ def store(weight: PackedWeight, format: str) -> tuple[Scheme, dict[str, np.ndarr
         group_size=size,
         symmetric="zeros" not in weight.arrays,
         activations=format != "pack-quantized",
-        rounds_inputs=format == "int-quantized",
+        rounds_inputs=format in ("int-quantized", "float-quantized"),
     )
     tensors = {"weight_scale": np.asarray(scales)}
     if format != "pack-quantized":

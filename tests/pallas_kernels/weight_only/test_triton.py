@@ -11,6 +11,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -26,8 +27,15 @@ from pallas_kernels import (
 from pallas_kernels.target import Target
 from pallas_kernels.weight_only import triton
 from pallas_kernels.weight_only.api import _tell_fallback
-from pallas_kernels.weight_only.formats import Float8Format, IntegerFormat, LookupFormat, LowRankFormat
-from pallas_kernels.weight_only.packed import pack_integers, pack_lookup
+from pallas_kernels.weight_only.float8_products import MOST_EXACT_ROWS
+from pallas_kernels.weight_only.formats import (
+    Float8Format,
+    IntegerFormat,
+    LookupFormat,
+    LowRankFormat,
+    RoundedInputFloat8Format,
+)
+from pallas_kernels.weight_only.packed import pack_float8, pack_integers, pack_lookup
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
 from pallas_kernels.weight_only.triton import Tile
 from tests.hopper import compile_for_hopper
@@ -36,6 +44,7 @@ from tests.pallas_kernels.triton_interpreter import (
     let_assembly_run,
     let_numpy_index,
     needs_triton,
+    run_instructions,
     run_interpreted,
 )
 
@@ -45,7 +54,10 @@ CASES = {
     "int8": (Grid(8), 3, Tile(32, 64, 2, 1, 2, 2, assembly=False)),
     "int4_sliced": (Grid(4, 64), 1, Tile(16, 32, 2, 2, 2, 2, assembly=False)),
     "int8_sliced": (Grid(8, 64), 9, Tile(16, 64, 1, 4, 4, 2, assembly=False)),
+    "fp8": (None, 3, Tile(32, 64, 2, 1, 2, 2, assembly=False)),
+    "fp8_sliced": (None, 16, Tile(16, 64, 1, 4, 4, 2, assembly=False)),
 }
+"""Name -> grid of the integers, or None for FP8, rows and tile."""
 WHOLE = Tile(16, 32, 2, 1, 2, 2)
 SLICED = Tile(16, 64, 1, 4, 4, 2)
 LOOKUPS = {f"lookup{bits}_{rows}": (bits, rows, (SLICED, WHOLE)[(bits + rows) % 2])
@@ -74,6 +86,10 @@ def stored_weight(name: str):
         return weight, np.asarray(weight.arrays["indices"].astype(jnp.uint8)).view(np.int8), constants
     grid = CASES[name][0]
     w = jax.random.normal(jax.random.key(0), (OUT, IN))
+    if grid is None:
+        weight = pack_float8(w, jax.random.uniform(jax.random.key(1), (OUT, 1)).astype(jnp.float16), round_inputs=True)
+        scales = Array(np.asarray(weight.arrays["scales"]), "fp16")
+        return weight, np.asarray(weight.arrays["q"]), scales
     scales = grid.scales(w)
     weight = pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.float16))
     return weight, np.asarray(weight.arrays["q"].astype(jnp.int8)), Array(np.asarray(weight.arrays["scales"]), "fp16")
@@ -90,7 +106,7 @@ def interpret(name: str) -> None:
     assert triton.tile_problem(plan) is None
     if plan.halves == 2:
         q = ((q[:, 1::2] << 4) | (q[:, ::2] & 15)).astype(np.int8)
-    arrays = [Array(x, "fp16"), Array(q, "i8"), constants, constants, constants]
+    arrays = [Array(x, "fp16"), Array(q, "fp8e4nv" if plan.float8 else "i8"), constants, constants, constants]
     out = np.full((tile.ranges, rows, OUT), np.nan, np.float32)
     kernel = product_kernel if tile.slices == 1 else sliced_product_kernel
     kernel[(OUT // tile.block_out, tile.ranges)](*arrays, Array(out, "fp32"), plan=plan)
@@ -138,10 +154,31 @@ def test_the_kernels_multiply_by_the_matrix():
 
 
 @needs_triton
+def test_assembly_converts_every_fp8_number_exactly():
+    from pallas_kernels.weight_only.triton_kernel import _FLOAT8
+
+    codes = np.arange(256, dtype=np.uint8)
+    registers = {"$2": codes.view(np.uint32).astype(np.uint64)}
+    run_instructions(_FLOAT8.value, registers)
+    pairs = np.stack([registers["$0"], registers["$1"]], -1).astype(np.uint32)
+    found = pairs.view(ml_dtypes.bfloat16).reshape(-1).astype(np.float32)
+    expected = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    number = ~np.isnan(expected)
+    np.testing.assert_array_equal(found[number], expected[number])
+    np.testing.assert_array_equal(np.signbit(found), codes >= 128)
+
+
+@needs_triton
 @pytest.mark.exhaustive
 def test_the_kernels_look_up_indices_of_any_bits():
     done = run_interpreted(__spec__.name, *LOOKUPS, *TILES)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def abstract_float8(format):
+    """A weight of FP8 numbers with a scale for each output, without values."""
+    arrays = {"q": S((4096, 14336), jnp.float8_e4m3fn), "scales": S((4096, 1), jnp.bfloat16)}
+    return PackedWeight(arrays, format, (14336,), (4096,))
 
 
 def abstract(bits, group=None, outputs=4096, inputs=14336):
@@ -155,10 +192,10 @@ def abstract(bits, group=None, outputs=4096, inputs=14336):
 
 
 @needs_triton
-@pytest.mark.parametrize(("bits", "group", "rows"), [(4, 128, 1), (8, None, 16)])
+@pytest.mark.parametrize(("bits", "group", "rows"), [(4, 128, 1), (8, None, 16), ("fp8", None, 1), ("fp8", None, 64)])
 def test_compiled_for_hopper_one_kernel_reads_the_stored_weight(bits, group, rows):
     x = S((rows, 14336), jnp.bfloat16)
-    weight = abstract(bits, group)
+    weight = abstract_float8(Float8Format()) if bits == "fp8" else abstract(bits, group)
     with lowering_platform("cuda"):
         compiled = compile_for_hopper(packed_matmul, x, weight)
     text = compiled.as_text()
@@ -263,7 +300,11 @@ def test_the_choice_and_its_reasons():
         "multiple of 32": (x, abstract(4, 16)),
         "tables of a multiple of 16": (x, abstract_lookup(4, 4096 // 8)),
     }
-    supported = (int4, float8(128), abstract_lookup(1), abstract_lookup(4, 4096 // 16), abstract_lookup(8))
+    plain = abstract_float8(Float8Format())
+    rounded = abstract_float8(RoundedInputFloat8Format())
+    calls[f"takes 1 to {MOST_EXACT_ROWS} rows"] = S((MOST_EXACT_ROWS + 1, 14336), jnp.bfloat16), rounded
+    tables = abstract_lookup(1), abstract_lookup(4, 4096 // 16), abstract_lookup(8)
+    supported = (int4, float8(128), plain, rounded, *tables)
     for words, call in (*calls.items(), *(("", (x, weight)) for weight in supported)):
         with lowering_platform("cuda"), record_choices() as choices:
             jax.eval_shape(packed_matmul, *call)
