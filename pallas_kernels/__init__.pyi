@@ -1,3 +1,5 @@
+from .all_reduce.api import all_reduce as all_reduce
+from .all_reduce.api import all_reduce_rms_norm as all_reduce_rms_norm
 from .attention.api import flash_attention as flash_attention
 from .attention.context import context_attention as context_attention
 from .attention.context import ring_attention as ring_attention

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _ASSUMED_CUDNN_VERSION = 91900
 
@@ -37,6 +38,7 @@ _utils: Any = _LazyModule("jax.experimental.mosaic.gpu.utils")
 _constraints: Any = _LazyModule("jax.experimental.mosaic.gpu.constraints")
 _mlir: Any = _LazyModule("jax._src.lib.mlir")
 _arith: Any = _LazyModule("jaxlib.mlir.dialects.arith")
+_llvm: Any = _LazyModule("jaxlib.mlir.dialects.llvm")
 _vector: Any = _LazyModule("jaxlib.mlir.dialects.vector")
 
 ScratchType: TypeAlias = Any
@@ -155,6 +157,64 @@ def fetch_and_increment(counter: Ref) -> jax.Array:
         return _mosaic.FragmentedArray.splat(value, (), is_signed=True)
 
     return take(counter)
+
+
+def load_vectors(row: Ref, vector: int, interpret: bool) -> jax.Array:
+    """Load a row of global memory, of this device or another one, spread over the threads of a warpgroup.
+
+    Pallas' own loads from another device are of one element each, because it knows no alignment of an address that the
+    kernel looks up. Rows must be aligned to the size of a vector.
+
+    Args:
+        row: Reference to a row [n], of a multiple of 128 vectors.
+        vector: Number of elements that a thread loads at once.
+        interpret: True if the kernel is interpreted on a CPU.
+    """
+    if interpret:
+        return row[...]
+    (size,) = row.shape
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((size,), row.dtype, layout=layout)
+    )
+    def load(_: Any, ref: Any) -> Any:
+        element = _mlir.ir.MemRefType(ref.type).element_type
+        kind = _mlir.ir.VectorType.get((vector,), element)
+        strided = _mosaic.WGStridedFragLayout((size,), vector)
+        alignment = min(16, vector * jnp.dtype(row.dtype).itemsize)
+        places = _vector_places(ref, strided, element)
+        registers = np.array([_llvm.load(kind, place, alignment=alignment) for place in places], dtype=object)
+        return _mosaic.FragmentedArray(_registers=registers, _layout=strided, _is_signed=None)
+
+    return load(row)
+
+
+def store_vectors(value: jax.Array, row: Ref, vector: int, interpret: bool) -> None:
+    """Store a value [n] in a row of global memory, of this device or another one; see `load_vectors`."""
+    if interpret:
+        row[...] = value
+        return
+    (size,) = row.shape
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_STRIDED((size,), vec_size=vector), plgpu.RefType()))
+    def store(_: Any, array: Any, ref: Any) -> None:
+        alignment = min(16, vector * jnp.dtype(row.dtype).itemsize)
+        places = _vector_places(ref, array.layout, _mlir.ir.MemRefType(ref.type).element_type)
+        for register, place in zip(array.registers, places, strict=True):
+            _llvm.store(register, place, alignment=alignment)
+
+    store(value, row)
+
+
+def _vector_places(ref: Any, layout: Any, element: Any) -> list[Any]:
+    """Return the addresses of the vectors of a row that this thread holds."""
+    start = _utils.memref_ptr(ref)
+    integer = _mlir.ir.IntegerType.get_signless(32)
+    return [
+        _utils.getelementptr(start, [_arith.index_cast(integer, index)], element)
+        for index in layout.linear_thread_idxs()
+    ]
 
 
 WARPS = 4

@@ -3,6 +3,8 @@
     python benchmarks/serving/generate.py                                   # llama3-1b on a GPU, tiny on a CPU
     python benchmarks/serving/generate.py --batch 1 16 64 --variants unrolled --peers torch
     python benchmarks/serving/generate.py llama3-8b --batch 1 64 --prompt 2048 parallel.tensor=4
+    python benchmarks/serving/generate.py llama3-8b --filled --batch 1 16 64 256 --prompt 16 --variants unrolled \\
+        --all-reduce nccl xla mosaic parallel.tensor=2               # steps of two GPUs, by the way they sum
     python benchmarks/serving/generate.py qwen3-next-8l qwen3-next-8l-attention --filled --batch 1 16 64 \\
         --prompt 1024 65536 --tokens 64 --variants unrolled               # a hybrid beside its Transformer
 
@@ -37,6 +39,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.distributed.all_reduce import ALL_REDUCES, AllReduce
 from benchmarks.rows import append_rows, print_table
 from jaxstack.decoding.decode import Params
 from jaxstack.decoding.decoder import Decoder
@@ -46,12 +49,13 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
+from jaxstack.distributed.xla_options import translate_options
 from jaxstack.errors import ConfigError
 from jaxstack.models import Transformer
 from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.throughput import peak_memory_bytes
-from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.parallel import StepLayout, make_mesh, make_rules
 from jaxstack.run.setting import decoding_layout
 from jaxstack.run_config import RunConfig, load_config
 
@@ -72,6 +76,8 @@ MODELS = {
 first's eight layers gated DeltaNet; the second, all attention, has 1 % fewer."""
 VOCABULARY = 4096
 """Of presets that leave it to the tokenizer."""
+SUMS: dict[str, Any] = {"xla": "never", "mosaic": "auto"}
+"""Backend of `pallas_kernels.all_reduce` -> `StepLayout.peer_sums`."""
 READ_SPEED = {"NVIDIA H200": 4300.0}
 """GB/s at which a device's memory is read at most, as measured."""
 
@@ -108,8 +114,10 @@ class FilledDecoder(Decoder):
         return engine
 
 
-def make_decoder(config: RunConfig, given: bool, kind: type[Decoder] = Decoder) -> Decoder:
-    """The model with random weights on its mesh."""
+def make_decoder(
+    config: RunConfig, given: bool, kind: type[Decoder] = Decoder, all_reduce: AllReduce | None = None
+) -> Decoder:
+    """The model with random weights on its mesh; `all_reduce` is the way to sum over `tensor`, None the default."""
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or VOCABULARY, "remat": "none"})
     parallel = decoding_layout(config, jax.device_count(), chosen=given)
     mesh = make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())])
@@ -118,7 +126,10 @@ def make_decoder(config: RunConfig, given: bool, kind: type[Decoder] = Decoder) 
     module = ModuleArrays(lambda rngs: Transformer(model, rngs, dtype=dtype))
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
     params, non_params = jax.jit(module.init, out_shardings=(shardings, None))(jax.random.key(0))
-    decoder = kind(module, params, non_params, rules)
+    sums = config.parallel.overlap if all_reduce is None else SUMS[all_reduce.implementation]
+    decoder = kind(module, params, non_params, rules, layout=StepLayout(peer_sums=sums))
+    if all_reduce is not None:
+        decoder.compiler_options = {**(decoder.compiler_options or {}), **translate_options(all_reduce.options)[0]}
     del params  # The decoder frees those that it joins.
     decoder.join_projections()
     return decoder
@@ -230,6 +241,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="ways to run")
     parser.add_argument("--peers", nargs="*", default=[], choices=["torch"], help="peers measured in the same run")
+    parser.add_argument("--all-reduce", nargs="+", choices=ALL_REDUCES,
+        help="ways to sum over the devices of parallel.tensor; left out: the default")  # fmt: skip
     parser.add_argument("--filled", action="store_true", help="steps alone, from a cache of random contents")
     args = parser.parse_intermixed_args()
     overrides = [word for word in args.words if "=" in word]
@@ -244,16 +257,19 @@ def main() -> int:
             model = MODELS.get(name, [f"model.preset={name}"])
             config = load_config(None, [*model, *shape, *overrides])
             given = any(degree != 1 for degree in config.parallel.degrees.values())
-            decoder = make_decoder(config, given, FilledDecoder if args.filled else Decoder)
-            for prompt, batch in itertools.product(args.prompt, args.batch):
-                found = rows_of(decoder, name, variant, batch, prompt, args)
-                append_rows("generate", found)
-                rows += found
-            if "torch" in args.peers and variant == args.variants[-1]:
-                found = [row for prompt in args.prompt for row in rows_of_torch(decoder, name, overrides, prompt, args)]
-                append_rows("generate", found)
-                rows += found
-            decoder.unload()
+            for way in args.all_reduce or (None,):
+                summing = None if way is None else ALL_REDUCES[way]
+                decoder = make_decoder(config, given, FilledDecoder if args.filled else Decoder, summing)
+                shown = variant if way is None else f"{variant}, {way}"
+                for prompt, batch in itertools.product(args.prompt, args.batch):
+                    found = rows_of(decoder, name, shown, batch, prompt, args)
+                    append_rows("generate", found)
+                    rows += found
+                if "torch" in args.peers and variant == args.variants[-1]:
+                    found = [r for prompt in args.prompt for r in rows_of_torch(decoder, name, overrides, prompt, args)]
+                    append_rows("generate", found)
+                    rows += found
+                decoder.unload()
     speeds = ("milliseconds", "tokens_per_second_per_device", "gigabytes_per_second", "share", "devices")
     print_table(rows, ("work", "variant", *speeds))
     return 0

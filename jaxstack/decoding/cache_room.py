@@ -84,7 +84,7 @@ def make_cache(model: ModelOnMesh, params: Params, non_params: Params, room: Cac
     Raises:
       ValueError: the model's attention has no cache.
     """
-    with logical_axis_rules(model.rules):
+    with logical_axis_rules(model.rules, model.layout):
         return model.module.merge(params, non_params).make_shared_cache(room)
 
 

@@ -16,13 +16,15 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.restack import join_projections
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules, is_cast
-from jaxstack.parallel.sharding_context import logical_axis_rules
+from jaxstack.parallel.sharding_context import StepLayout, logical_axis_rules
 from pallas_kernels.target import current_target
 from pallas_kernels.weight_only.float8_products import MOST_EXACT_ROWS
 from pallas_kernels.weight_only.packed import device_bytes, is_packed
 
 Params = dict[str, PyTree]
 """Parameters, or other variables, of a module as nested dicts of arrays."""
+DECODING_LAYOUT = StepLayout(peer_sums="auto")
+"""Choices of parallelism for inference."""
 _BLOCK = 64
 """Unit of padding: rows are padded to this many tokens times a power of two, so that few shapes are compiled."""
 
@@ -40,12 +42,20 @@ class ModelOnMesh:
       params: its parameters, in their final sharding. Matrices are cast to the compute dtype.
       non_params: its other variables.
       rules: sharding rules of the mesh.
+      layout: the other choices of parallelism.
 
     Raises:
       ConfigError: the mesh splits sequences or layers over devices.
     """
 
-    def __init__(self, module: ModuleArrays, params: Params, non_params: Params, rules: AxisRules):
+    def __init__(
+        self,
+        module: ModuleArrays,
+        params: Params,
+        non_params: Params,
+        rules: AxisRules,
+        layout: StepLayout = DECODING_LAYOUT,
+    ):
         wrong = {axis: rules.mesh.shape[axis] for axis in ("pipeline", "context") if rules.mesh.shape[axis] > 1}
         if wrong:
             shown = ", ".join(f"{axis} {degree}" for axis, degree in wrong.items())
@@ -54,6 +64,7 @@ class ModelOnMesh:
             )
         self.module = module
         self.rules = rules
+        self.layout = layout
         self.config = module.merge(module.abstract_params, module.abstract_non_params).config
         self.load(params, non_params)
         packed = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(leaf)]
@@ -91,23 +102,26 @@ class ModelOnMesh:
         self.non_params = {}
 
     def join_projections(self) -> None:
-        """Merge dense layers with the same input, such as q, k and v, for faster decoding, if weights are not sharded.
+        """Merge dense layers with the same input, such as q, k and v, for faster decoding.
 
         Outputs are the same up to rounding. Afterwards `module` and `params` have a layer `qkv_proj` in place of
         `q_proj`, `k_proj` and `v_proj`, and `gate_up_proj` in place of `gate_proj` and `up_proj`; `load` then takes
-        parameters of that form. Layers that are sharded or packed in different formats stay as they are.
+        parameters of that form. Layers that are packed in different formats stay as they are, as do all layers if
+        weights are sharded over other axes than `tensor`.
         """
-        if any(degree > 1 for axis, degree in self.rules.mesh.shape.items() if axis != "data"):
+        degrees = self.rules.mesh.shape
+        if any(degree > 1 for axis, degree in degrees.items() if axis not in ("data", "tensor")):
             return
+        parts = degrees["tensor"]
         make = self.module.make
         model = self.module.merge(self.params, self.non_params)
         self.params = {}
         with jax.set_mesh(self.rules.mesh):
-            paths = join_projections(model)
+            paths = join_projections(model, parts=parts)
 
         def make_joined(rngs: nnx.Rngs) -> nnx.Module:
             made = make(rngs)
-            join_projections(made, paths)
+            join_projections(made, paths, parts)
             return made
 
         self.module = ModuleArrays(make_joined)
@@ -146,7 +160,7 @@ class ModelOnMesh:
     @functools.cached_property
     def _logits(self) -> Callable[[Params, Params, ArrayLike], Float[Array, "B T V"]]:
         def compute(params: Params, non_params: Params, tokens: jax.Array) -> jax.Array:
-            with logical_axis_rules(self.rules):
+            with logical_axis_rules(self.rules, self.layout):
                 return self.module.merge(params, non_params)(tokens).astype(jnp.float32)
 
         return jax.jit(compute, compiler_options=self.options(many=True))
@@ -271,7 +285,7 @@ class Scorer:
         self, params: Params, non_params: Params, tokens: Int[Array, "B T"], targets: Int[Array, "B T"]
     ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
         """Return each row's summed log-probability, and whether greedy decoding would produce its targets."""
-        with logical_axis_rules(self.model.rules):
+        with logical_axis_rules(self.model.rules, self.model.layout):
             model = self.model.module.merge(params, non_params)
             hidden = model.hidden(tokens)
             length = tokens.shape[1]

@@ -7,7 +7,7 @@ from jaxtyping import Int
 
 from jaxstack.decoding.cache_room import cache_bytes, check_memory
 from jaxstack.decoding.config import EngineConfig
-from jaxstack.decoding.decode import ModelOnMesh, Params
+from jaxstack.decoding.decode import DECODING_LAYOUT, ModelOnMesh, Params
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.sampling import Sampling
@@ -17,6 +17,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules
+from jaxstack.parallel.sharding_context import StepLayout
 from pallas_kernels.target import current_target
 
 _BLOCK = 64
@@ -38,6 +39,7 @@ class Decoder(ModelOnMesh):
     Args:
       module, params, non_params, rules: as in `ModelOnMesh`.
       vocab_size: number of ids that may be generated, if the model has more rows than the tokenizer has ids.
+      layout: as in `ModelOnMesh`.
       steps: number of steps of one program; None: 8, or 1 on a CPU, where a step takes so long that each token should
         appear at once.
     """
@@ -51,10 +53,11 @@ class Decoder(ModelOnMesh):
         non_params: Params,
         rules: AxisRules,
         *,
+        layout: StepLayout = DECODING_LAYOUT,
         vocab_size: int | None = None,
         steps: int | None = None,
     ):
-        super().__init__(module, params, non_params, rules)
+        super().__init__(module, params, non_params, rules, layout)
         self._vocab_size = vocab_size
         self._steps = steps or (1 if current_target().platform == "cpu" else _STEPS)
         self._engine: Engine | None = None

@@ -211,7 +211,7 @@ class DraftPrograms:
 
         drafted = jnp.zeros((len(rows), self.width), jnp.int32).at[lines, first].set(newest, mode="drop")
         guessed = jnp.zeros((*drafted.shape, vocabulary), jnp.float32)
-        with logical_axis_rules(self.model.rules):
+        with logical_axis_rules(self.model.rules, self.model.layout):
             # The number of iterations is a constant, so that the host need not read a condition after each of them.
             if recent is None:  # the last draft is run too, for its keys and values
                 return jax.lax.fori_loop(0, self.width, advance, (drafted, guessed, pages))
@@ -232,7 +232,7 @@ class DraftPrograms:
         """Write keys and values of chunks of prompts into the draft model's KV-cache pages; return the pages."""
         self.target.compiled += 1
         ids, positions, slots = pack_rows([(chunks, tokens)], *page_counts(pages))
-        with logical_axis_rules(self.model.rules):
+        with logical_axis_rules(self.model.rules, self.model.layout):
             model = self.model.module.merge(params, non_params)
             return model.decode_packed(ids, positions, slots, pages)[1]
 

@@ -33,7 +33,7 @@ class ExpertPrograms(ScoredPrograms):
         shape = room.pages * room.page_size, config.num_layers, config.moe.num_experts_per_tok
         table = jnp.zeros(shape, jnp.uint8 if config.moe.num_experts <= 256 else jnp.int16)
         layers = super().make_cache(room, params, non_params)
-        with logical_axis_rules(self.model.rules):
+        with logical_axis_rules(self.model.rules, self.model.layout):
             return [*layers, shard(table, None, None, None)]
 
     def merge(self, params: Params, non_params: Params) -> Any:

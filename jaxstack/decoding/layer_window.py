@@ -231,7 +231,7 @@ class WindowPrograms(Programs):
         self, others: Params, rows: Float[Array, "1 T D"], groups: Sequence[RowTokens]
     ) -> Float[Array, "1 T D"]:
         """Return the input of the first layer, given `rows`, the rows of the embedding matrix for the tokens."""
-        with logical_axis_rules(self.model.rules):
+        with logical_axis_rules(self.model.rules, self.model.layout):
             model = self.window_model.merge(others)
             return model.enter(rows, self._context(model, groups))
 
@@ -244,7 +244,7 @@ class WindowPrograms(Programs):
         """
         params = self.model.params["decoder"]
         layers = {**params["layers"], str(index): weights}
-        with logical_axis_rules(self.model.rules):
+        with logical_axis_rules(self.model.rules, self.model.layout):
             model = self.window_model.merge({"decoder": {**params, "layers": layers}})
             return model.decoder.run_layer(index, x, self._context(model, groups), cache, model.dtype)
 
@@ -252,7 +252,7 @@ class WindowPrograms(Programs):
         self, others: Params, head: Params, x: Float[Array, "1 T D"], groups: Sequence[RowTokens]
     ) -> Float[Array, "all V"]:
         """Return the logits after the tokens to sample from, given the last layer's output and the output head."""
-        with logical_axis_rules(self.model.rules):
+        with logical_axis_rules(self.model.rules, self.model.layout):
             model = self.window_model.merge({**others, self.window_model.head: head})
             return sampled_logits(model, split_packed(model.leave(x)[0], groups))
 

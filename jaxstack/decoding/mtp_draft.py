@@ -135,7 +135,7 @@ class PredictionPrograms(DraftPrograms):
         left_out = (~known).astype(jnp.int32)
         shifted = chunks.at[:, Column.START].add(left_out - 1)
         shifted = shifted.at[:, Column.COUNT].set(jnp.maximum(chunks[:, Column.COUNT] - left_out, 0))
-        with logical_axis_rules(self.model.rules):
+        with logical_axis_rules(self.model.rules, self.model.layout):
             model = self.model.module.merge(params, non_params)
             _, cache = _run(model, shifted, tokens, before, pages.cache)
         ends = chunks.at[:, Column.START].add(chunks[:, Column.COUNT] - 1)
@@ -154,7 +154,7 @@ def draft_cache_bytes(model: ModelOnMesh, room: CacheRoom) -> int:
 
 
 def _make_cache(model: ModelOnMesh, params: PyTree, non_params: PyTree, room: CacheRoom) -> LayerCache:
-    with logical_axis_rules(model.rules):
+    with logical_axis_rules(model.rules, model.layout):
         merged: Any = model.module.merge(params, non_params)
         return merged.mtp.make_shared_cache(room, merged.dtype)
 

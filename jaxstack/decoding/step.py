@@ -423,7 +423,7 @@ class Programs:
             groups = [recent.group(rows), (guessed, newest[:, 1:])]
         if chunks is not None and tokens is not None:
             groups.append((chunks, tokens))
-        with logical_axis_rules(self.model.rules):
+        with logical_axis_rules(self.model.rules, self.model.layout):
             model = self._merge_for(params, non_params, adapted=variant.adapted)
             hidden, pages = run_rows(model, groups, pages, halves=variant.halves, drafts=None if recent is None else 1)
             if recent is not None:
@@ -504,7 +504,7 @@ class Programs:
             logits = self.model.module.merge(params, non_params).logits(block[0])
             return pack_scores(limit_vocabulary(logits, self.vocab_size), block[1])
 
-        with logical_axis_rules(self.model.rules):
+        with logical_axis_rules(self.model.rules, self.model.layout):
             scores = jax.lax.map(score, (states.reshape(count, _SCORE_BLOCK, -1), tokens.reshape(count, _SCORE_BLOCK)))
         return scores.reshape(count * _SCORE_BLOCK, -1)[: following.size].reshape(*following.shape, -1)
 
@@ -542,7 +542,7 @@ class Programs:
             newest = jnp.where(now[:, Column.COUNT] > 0, self._tokens(samples), newest)
             return newest, sampled.at[step].set(samples if self.scores else newest), pages
 
-        with logical_axis_rules(self.model.rules):
+        with logical_axis_rules(self.model.rules, self.model.layout):
             newest = last[rows[:, Column.SLOT]]
             sampled = jnp.zeros((most, len(rows), 2) if self.scores else (most, len(rows)), jnp.int32)
             newest, sampled, pages = jax.lax.fori_loop(0, steps, advance, (newest, sampled, pages))

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxstack.models.initialization import Initializer
-from jaxstack.parallel import gather_parameter, with_local_batch
+from jaxstack.parallel import gather_parameter, sum_over_tensor, with_local_batch
 from pallas_kernels import PackedWeight
 
 
@@ -47,7 +47,7 @@ class Embedding(nnx.Module):
 
 @jax.custom_vjp
 def _sum_over_tensor(x: jax.Array) -> jax.Array:
-    return jax.lax.psum(x, "tensor")
+    return sum_over_tensor(x)
 
 
 def _sum_forward(x: jax.Array) -> tuple[jax.Array, None]:

@@ -12,11 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from jaxstack.models.initialization import Initializer
 from jaxstack.models.norm import LayerInput, gradient_carrier
-from jaxstack.parallel import gather_project, gather_project_scatter, project_scatter, save_for_backward, shard
+from jaxstack.parallel import (
+    gather_project,
+    gather_project_scatter,
+    project_scatter,
+    project_sum,
+    save_for_backward,
+    shard,
+)
 from jaxstack.parallel.rules import KEEP_FLOAT32
 from jaxstack.parallel.sharding_context import is_sharded
 from jaxstack.precision import Fp8Matmul
@@ -99,32 +107,69 @@ class Linear(nnx.Module):
         return (y.reshape(-1, bias.size) + bias.reshape(-1)).reshape(y.shape)
 
 
-def join_layers(layers: Sequence[Linear], axis: int) -> Linear | None:
+def join_layers(layers: Sequence[Linear], axis: int, parts: int = 1) -> Linear | None:
     """Merge dense layers of the same input into the first, with outputs concatenated along `axis`; None if impossible.
 
     Args:
       layers: dense layers, or stacks of them; the first is changed in place.
       axis: the dim of the outputs, counted from the last (-1).
+      parts: number of devices among which the outputs are divided. The joined outputs are in the order of the devices,
+        each with its share of every layer, as `split_outputs` takes them apart.
 
     Returns:
       The first layer, now with the kernels and biases of all; None, with no layer changed, where that is not possible:
-      with adapters, with matmuls of a precision recipe, or with kernels packed in formats that do not concatenate.
+      with adapters, with matmuls of a precision recipe, with kernels packed in formats that do not concatenate, or in
+      several parts with packed kernels or outputs that the parts do not divide.
     """
     first = layers[0]
     if any(layer.adapter is not None or layer.dot_general is not jax.lax.dot_general for layer in layers):
         return None
     kernels = [layer.kernel.get_value() for layer in layers]
-    if any(isinstance(kernel, PackedWeight) for kernel in kernels):
-        kernel = concatenate_outputs(kernels, axis)
-    else:
-        kernel = jnp.concatenate(kernels, axis)
+    packed = any(isinstance(kernel, PackedWeight) for kernel in kernels)
+    if parts > 1 and (packed or any(kernel.shape[axis] % parts for kernel in kernels)):
+        return None
+    kernel = concatenate_outputs(kernels, axis) if packed else _concatenate(kernels, axis, parts)
     if kernel is None:
         return None
     first.kernel = cast(nnx.Param, first.kernel.replace(kernel))
     if first.bias is not None:
         biases = [layer.bias[...] for layer in layers if layer.bias is not None]
-        first.bias = cast(nnx.Param, first.bias.replace(jnp.concatenate(biases, axis)))
+        first.bias = cast(nnx.Param, first.bias.replace(_concatenate(biases, axis, parts)))
     return first
+
+
+def split_outputs(y: Float[Array, "..."], sizes: Sequence[int], axis: int, parts: int = 1) -> list[Float[Array, "..."]]:
+    """Split the output of a joined layer into those of its layers.
+
+    Args:
+      y: the output of the layer that `join_layers` returned.
+      sizes: the layers' sizes of the dim `axis`.
+      axis: the dim of the outputs, counted from the last (-1).
+      parts: as in `join_layers`.
+    """
+    if parts == 1:
+        return jnp.split(y, np.cumsum(sizes)[:-1], axis)
+    dim = y.ndim + axis
+    # The dim of the devices stays in front, so that XLA splits each device's outputs where they are.
+    by_part = y.reshape(*y.shape[:dim], parts, -1, *y.shape[dim + 1 :])
+    cuts = np.cumsum([size // parts for size in sizes])[:-1]
+    whole = zip(jnp.split(by_part, cuts, dim + 1), sizes, strict=True)
+    return [part.reshape(*y.shape[:dim], size, *y.shape[dim + 1 :]) for part, size in whole]
+
+
+def _concatenate(arrays: Sequence[jax.Array], axis: int, parts: int) -> jax.Array:
+    """Concatenate arrays along `axis`, or the first of `parts` pieces of each, then the second of each, and so on."""
+    if parts == 1:
+        return jnp.concatenate(arrays, axis)
+    dim = arrays[0].ndim + axis
+
+    def interleave(*arrays: jax.Array) -> jax.Array:
+        pieces = [x.reshape(*x.shape[:dim], parts, -1, *x.shape[dim + 1 :]) for x in arrays]
+        return jnp.concatenate(pieces, dim + 1).reshape(*arrays[0].shape[:dim], -1, *arrays[0].shape[dim + 1 :])
+
+    traced = isinstance(arrays[0], Tracer)
+    sharding = None if traced else arrays[0].sharding
+    return jax.jit(interleave, out_shardings=sharding)(*arrays)
 
 
 def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
@@ -173,6 +218,13 @@ def apply_scattered(y: Float[Array, "B T ..."], layer: Linear) -> Float[Array, "
     """
     (kernel,) = _cast_kernels(y, (layer,))
     out = project_scatter(y, kernel, _not_fusable_reason((layer,)))
+    return apply_and_sum(y, layer) if out is None else layer.add_bias(out)
+
+
+def apply_and_sum(y: Float[Array, "B T ..."], layer: Linear) -> Float[Array, "B T D"]:
+    """Apply the dense layer that ends a sublayer; where it is faster, a kernel of ours sums over `tensor`."""
+    (kernel,) = _cast_kernels(y, (layer,))
+    out = project_sum(y, kernel, _not_fusable_reason((layer,)))
     return layer(y) if out is None else layer.add_bias(out)
 
 
@@ -209,7 +261,7 @@ def apply_mlp(
         return last.add_bias(activated_matmul(product, kernels[-1], fused_name))
     inner = [shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *first_layers)]
     if fused_name is None or _not_fusable_reason((last,)) is not None:
-        return last(activation(*inner))
+        return apply_and_sum(activation(*inner), last)
     return last.add_bias(activated_matmul(inner, kernels[-1], fused_name))
 
 

@@ -3,14 +3,13 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxstack.models.activations import ACTIVATIONS, Activation
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.linear import Linear, apply_mlp, join_layers
+from jaxstack.models.linear import Linear, apply_mlp, join_layers, split_outputs
 from jaxstack.models.norm import LayerInput
 from pallas_kernels import swiglu
 from pallas_kernels.target import current_target
@@ -54,21 +53,33 @@ class GatedMLP(PlainMLP):
         self.fused_name = "swiglu" if config.hidden_act == "silu" else None
         self.gate_up_proj: Linear | None = nnx.data(None)
         """Both projections as one layer, after `join_projections`."""
+        self.joined_parts = 1
+        """Number of devices among which the outputs of the joined layer are divided."""
+        self.width = f
 
     def __call__(self, x: LayerInput) -> Float[Array, "B T D"]:
         """Apply the sublayer to x [B, T, D]."""
         if self.gate_up_proj is None:
             return apply_mlp(x, (self.gate_proj, self.up_proj), self._multiply_gate, self.down_proj, self.fused_name)
         activation = self._multiply_gate
-        return apply_mlp(x, (self.gate_up_proj,), lambda y: activation(*jnp.split(y, 2, -1)), self.down_proj, None)
 
-    def join_projections(self) -> bool:
-        """Merge the gate and up projections into one dense layer; return False if not possible, or already done."""
+        def combine(y: jax.Array) -> jax.Array:
+            return activation(*split_outputs(y, (self.width, self.width), -1, self.joined_parts))
+
+        return apply_mlp(x, (self.gate_up_proj,), combine, self.down_proj, None)
+
+    def join_projections(self, parts: int = 1) -> bool:
+        """Merge the gate and up projections into one dense layer; return False if not possible, or already done.
+
+        Args:
+          parts: as in `join_layers`.
+        """
         if self.gate_up_proj is not None:
             return False
-        self.gate_up_proj = join_layers((self.gate_proj, self.up_proj), -1)
+        self.gate_up_proj = join_layers((self.gate_proj, self.up_proj), -1, parts)
         if self.gate_up_proj is None:
             return False
+        self.joined_parts = parts
         del self.gate_proj, self.up_proj
         return True
 

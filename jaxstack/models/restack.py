@@ -100,7 +100,9 @@ ModulePath = tuple[object, ...]
 """Names of attributes and indices that lead to a submodule."""
 
 
-def join_projections(model: nnx.Module, paths: Collection[ModulePath] | None = None) -> frozenset[ModulePath]:
+def join_projections(
+    model: nnx.Module, paths: Collection[ModulePath] | None = None, parts: int = 1
+) -> frozenset[ModulePath]:
     """Merge query, key and value projections, and gate and up projections, into one dense layer each, in place.
 
     A decoding step reads each weight once, and each matmul takes a few microseconds more, whatever its size. One
@@ -109,6 +111,7 @@ def join_projections(model: nnx.Module, paths: Collection[ModulePath] | None = N
     Args:
       model: a Transformer.
       paths: the submodules to change, as an earlier call returned them; None: all.
+      parts: number of devices among which the outputs are divided, each of which keeps its share of every projection.
 
     Returns:
       The paths of the submodules that were changed.
@@ -117,7 +120,7 @@ def join_projections(model: nnx.Module, paths: Collection[ModulePath] | None = N
     for path, module in list(nnx.iter_modules(model)):
         if not isinstance(module, Attention | GatedMLP) or (paths is not None and path not in paths):
             continue
-        if module.join_projections():
+        if module.join_projections(parts):
             jax.block_until_ready(nnx.state(module))  # The separate matrices are freed before the next are joined.
             joined.append(path)
     return frozenset(joined)

@@ -28,6 +28,8 @@ from .sharding_context import current_rules as current_rules
 from .sharding_context import logical_axis_rules as logical_axis_rules
 from .sharding_context import shard as shard
 from .sharding_context import splits_length as splits_length
+from .tensor_sums import project_sum as project_sum
+from .tensor_sums import sum_over_tensor as sum_over_tensor
 from .weight_gather import (
     gather_parameter as gather_parameter,
 )

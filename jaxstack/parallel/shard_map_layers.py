@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxstack.parallel.mesh import packed_specs
 from jaxstack.parallel.rules import AxisRules, Names, axes_of, restrict
 from jaxstack.parallel.sharding_context import ShardingContext, current_context, current_rules, is_sharded
+from jaxstack.parallel.tensor_sums import sum_over_tensor
 from jaxstack.parallel.weight_gather import Exchange, dims_of, exchange, gather_parameter
 from pallas_kernels import PackedWeight
 from pallas_kernels.attention.context_layout import LINK_BANDWIDTH, NETWORK_BANDWIDTH
@@ -369,7 +370,7 @@ def _local(
     if layout.partial_sums and "tensor" in layout.gathered:
         out = jax.lax.psum_scatter(out, "tensor", scatter_dimension=1, tiled=True)
     elif layout.partial_sums:
-        out = jax.lax.psum(out, "tensor")
+        out = sum_over_tensor(out)
     elif layout.gathered:
         out = own_rows(out)
     return out, shares, jax.tree.map(own_rows, kept) if layout.gathered else kept

@@ -33,7 +33,7 @@ from jaxstack.models import ModelConfig, Transformer, with_kv_cache
 from jaxstack.models.huggingface.families import check_model
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.number_format import byte_size
-from jaxstack.parallel import ParallelConfig
+from jaxstack.parallel import ParallelConfig, StepLayout
 from jaxstack.precision import PrecisionConfig
 from jaxstack.run import generate as generation
 from jaxstack.run.build import build_model, companions
@@ -314,7 +314,8 @@ def load_decoder(
     params = stored.read(wanted, unrolled, form="master" if methods else form, step=step)
     check_finite(params, stored)
     compress_in_place(params, methods, config.model, wanted)
-    return Decoder(module, params, initial_variables(module), rules, vocab_size=vocab_size)
+    layout = StepLayout(peer_sums=setting.config.parallel.overlap)
+    return Decoder(module, params, initial_variables(module), rules, vocab_size=vocab_size, layout=layout)
 
 
 def _check_weights(wanted: Params) -> None:

@@ -125,7 +125,7 @@ def split_replicas(model: ModelOnMesh) -> list[ModelOnMesh]:
         params, non_params = jax.tree.map(
             lambda x, mesh=rules.mesh: _part_on(x, mesh), (model.params, model.non_params)
         )
-        copies.append(ModelOnMesh(model.module, params, non_params, rules))
+        copies.append(ModelOnMesh(model.module, params, non_params, rules, model.layout))
     return copies
 
 

@@ -53,6 +53,11 @@ Shapes drawn at random, for which nobody tuned block sizes: batch, tokens, query
 `both` is forward and backward together. A ratio above 1 says that ours is faster than cuDNN in the same run;
 `difference` is the largest relative difference of output and gradients between the two.
 """,
+    "all_reduce": """\
+Sums of an array of each device over all devices, 32 in a chain as in the layers of a model, less the time of the chain
+without them. `xla` is XLA's default, which is kernels of its own for small arrays; `mosaic` is ours, `+ norm` with the
+residual addition and the RMS norm that follow.
+""",
     "collective_matmul": """\
 The up and down projections of an MLP whose rows are sharded between the matrix products; `ms` is forward and backward.
 `serialised` is XLA's product after an all-gather and before a reduce-scatter; `no communication` has neither.

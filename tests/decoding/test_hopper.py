@@ -4,7 +4,7 @@ import functools
 import re
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxstack.distributed.xla_options import is_supported
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
-from jaxstack.parallel import AxisRules, make_rules
+from jaxstack.parallel import AxisRules, StepLayout, make_rules
 from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.triton_interpreter import needs_triton
@@ -42,6 +42,7 @@ def compiled_steps(
     changes: Mapping[str, Any] = WINDOWS,
     joined: bool = False,
     options: dict[str, Any] | None = None,
+    sums: Literal["auto", "never"] = "never",
 ) -> str:
     """The program of a few steps of a model in bfloat16, unrolled unless `changes` say otherwise."""
     config = ModelConfig(**{**SHAPE, **changes})
@@ -49,7 +50,8 @@ def compiled_steps(
     def make(rngs: nnx.Rngs) -> Transformer:
         model = Transformer(config, rngs, dtype=jnp.bfloat16)
         for block in model.decoder.layers if joined else ():
-            assert block.attention.join_projections() and block.mlp.join_projections()
+            parts = rules.mesh.shape["tensor"]
+            assert block.attention.join_projections(parts) and block.mlp.join_projections(parts)
         return model
 
     module = ModuleArrays(make)
@@ -59,7 +61,7 @@ def compiled_steps(
 
     params = jax.tree.map(place, module.abstract_params, module.parameter_specs(rules))
     programs = Programs.__new__(Programs)  # the constructor makes arrays, of which there are none here
-    programs.model = types.SimpleNamespace(module=module, rules=rules)
+    programs.model = types.SimpleNamespace(module=module, rules=rules, layout=StepLayout(peer_sums=sums))
     programs.slots = batch
     programs.vocab_size = None
     programs.compiled = 0
@@ -155,3 +157,14 @@ def test_a_step_copies_no_cache_and_sends_one_sum_a_sublayer(data, tensor, count
     others = re.findall(r"(?:reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", program)
     # The embedding's rows, then one after attention and one after the MLP of each layer.
     assert (len(sums), others) == (count, [])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
+def test_the_sums_of_a_step_are_kernels_which_end_no_cuda_graph():
+    """XLA cannot record its own all-reduces in a graph, nor, by default, those of NCCL."""
+    axes = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
+    program = compiled_steps(make_rules(hopper_mesh(axes)), joined=True, sums="auto")
+    # The embedding's rows, then one after attention and one after the MLP of each layer.
+    assert program.count('custom_call_target="mosaic_gpu_v2"') == 5
+    assert not re.findall(r" (all-reduce|collective-permute|reduce-scatter|all-to-all)(?:-start)?\(", program)

@@ -29,7 +29,7 @@ from jaxstack.models.layer import (
     ParameterCount,
     SegmentIds,
 )
-from jaxstack.models.linear import Linear, apply_gathered, apply_scattered, join_layers
+from jaxstack.models.linear import Linear, apply_gathered, apply_scattered, join_layers, split_outputs
 from jaxstack.models.norm import (
     HeadsNorm,
     LayerInput,
@@ -73,6 +73,8 @@ class Attention(nnx.Module):
         self.v_proj = project(k, "kv_heads")
         self.qkv_proj: Linear | None = nnx.data(None)
         """The three projections as one layer, after `join_projections`."""
+        self.joined_parts = 1
+        """Number of devices among which the heads of the joined layer are divided."""
         self.o_proj = Linear(
             (n, h), (d,), ("heads", "head_dim", "embed"), rngs=rngs, initialize=outer, bias=config.output_bias
         )
@@ -119,18 +121,22 @@ class Attention(nnx.Module):
             kernel.dense() if isinstance(kernel, PackedWeight) else kernel, rotated=self.rotary_channels
         )
 
-    def join_projections(self) -> bool:
+    def join_projections(self, parts: int = 1) -> bool:
         """Merge the query, key and value projections into one layer if possible; return True if they were merged.
 
         They stay apart where the cache sorts channels, for which the keys' projection is read, where `join_layers`
         refuses, and if they were merged before.
+
+        Args:
+          parts: as in `join_layers`.
         """
         cache_format = self.heads.cache_format
         if self.qkv_proj is not None or (cache_format is not None and cache_format.sorts_channels):
             return False
-        self.qkv_proj = join_layers((self.q_proj, self.k_proj, self.v_proj), -2)
+        self.qkv_proj = join_layers((self.q_proj, self.k_proj, self.v_proj), -2, parts)
         if self.qkv_proj is None:
             return False
+        self.joined_parts = parts
         del self.q_proj, self.k_proj, self.v_proj
         return True
 
@@ -225,8 +231,9 @@ class Attention(nnx.Module):
         if self.qkv_proj is None:
             q, k, v = apply_gathered(x, self.q_proj, self.k_proj, self.v_proj)
             return q, k, v
-        n = self.heads.num_heads
-        q, k, v = jnp.split(apply_gathered(x, self.qkv_proj)[0], (n, n + self.heads.num_kv_heads), axis=-2)
+        k = self.heads.num_kv_heads
+        joined = apply_gathered(x, self.qkv_proj)[0]
+        q, k, v = split_outputs(joined, (self.heads.num_heads, k, k), -2, self.joined_parts)
         return q, k, v
 
     def _attend(

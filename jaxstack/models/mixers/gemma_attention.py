@@ -94,9 +94,9 @@ class GemmaAttentionLayer(Attention):
         """Create an empty cache for the sequences of an engine; None for a layer without keys."""
         return None if self.reuses is not None else super().make_shared_cache(room, dtype)
 
-    def join_projections(self) -> bool:
+    def join_projections(self, parts: int = 1) -> bool:
         """Merge the projections into one layer as in other models, unless values or keys have none."""
-        return self.reuses is None and not self.values_are_keys and super().join_projections()
+        return self.reuses is None and not self.values_are_keys and super().join_projections(parts)
 
     def _project(self, x: LayerInput) -> tuple[jax.Array, jax.Array, jax.Array]:
         if self.values_are_keys:
