@@ -129,11 +129,20 @@ def make_repetition_function(model: Transformer) -> RunRepetition:
     dtype = model.dtype
 
     def run(weights: Weights, x: jax.Array, inputs: LayerInputs, number: jax.Array) -> tuple[jax.Array, LayerSums]:
-        gathered = gather_layers([weights["decoder"]["layers"][i] for i in stack.scanned], dtype)
-        x, (_, sums) = stack.run_repetition(x, gathered, inputs.context, None, inputs.key, number)
-        return x, stack.sums_of_repetition(sums, number)
+        leaves, structure = jax.tree.flatten(inputs)
+        # `jax.checkpoint` would trace the booleans of the context, which layers branch on.
+        static = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
 
-    return rematerialise(run, stack.remat, scanned=True)
+        def repeat(weights: Weights, x: jax.Array, arrays: list, number: jax.Array) -> tuple[jax.Array, LayerSums]:
+            inputs = jax.tree.unflatten(structure, [s if a is None else a for a, s in zip(arrays, static, strict=True)])
+            gathered = gather_layers([weights["decoder"]["layers"][i] for i in stack.scanned], dtype)
+            x, (_, sums) = stack.run_repetition(x, gathered, inputs.context, None, inputs.key, number)
+            return x, stack.sums_of_repetition(sums, number)
+
+        arrays = [leaf if isinstance(leaf, jax.Array) else None for leaf in leaves]
+        return rematerialise(repeat, stack.remat, scanned=True)(weights, x, arrays, number)
+
+    return run
 
 
 def _run_to_layers(model: Transformer, run: RunLoss, stand_in: _StopBeforeScan) -> _LayersReached:

@@ -105,6 +105,12 @@ def test_every_rematerialisation(remat, schedule):
     assert_trains_as_one_device(*pipeline(2, schedule, fsdp=2), f"model.remat={remat}", shape=FOUR)
 
 
+@pytest.mark.exhaustive
+def test_rematerialised_mixture_of_experts():
+    moe = "model.moe={num_experts: 4, num_experts_per_tok: 2, router_aux_loss_coef: 0.0}"
+    assert_trains_as_one_device(*pipeline(2), shape=(*FOUR, moe, "model.remat=full"))
+
+
 @pytest.mark.parametrize(
     "overrides, layers",
     [
