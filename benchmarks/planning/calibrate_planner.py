@@ -119,7 +119,7 @@ def profile_rates(rows: Sequence[Row], peaks: Mapping[str, float], head: float) 
         peaks: TFLOP/s by dtype.
         head: efficiency of the output head's matmuls.
     """
-    rates: dict[str, list[float]] = {"bf16": [], "fp8": []}
+    rates: dict[str, list[float]] = {"bf16": [], "delayed": [], "blockwise": []}
     gaps = []
     for row in rows:
         model = model_shape(load_config(None, [f"model.preset={row['work'].split()[0]}"]).model)
@@ -131,9 +131,15 @@ def profile_rates(rows: Sequence[Row], peaks: Mapping[str, float], head: float) 
         seconds = row["matmuls"] / 1e3 - table / (head * peaks["bfloat16"] * wide * 1e12)
         if row["work"].endswith("bf16"):
             rates["bf16"].append(layers / seconds / 1e12 / peaks["bfloat16"] / wide)
-        elif "delayed" in row["variant"]:
-            rates["fp8"].append(layers / seconds / 1e12 / peaks["float8"] / wide)
-    return {"matmul": median(rates["bf16"]), "matmul_fp8": median(rates["fp8"]), "layer_seconds": median(gaps)}
+        for recipe in ("delayed", "blockwise"):
+            if recipe in row["variant"]:
+                rates[recipe].append(layers / seconds / 1e12 / peaks["float8"] / wide)
+    return {
+        "matmul": median(rates["bf16"]),
+        "matmul_fp8": median(rates["delayed"]),
+        "matmul_blockwise": median(rates["blockwise"]),
+        "layer_seconds": median(gaps),
+    }
 
 
 def head_rate(rows: Sequence[Row], peak: float, copy_rate: float, bandwidth: float) -> float:
@@ -150,14 +156,17 @@ def head_rate(rows: Sequence[Row], peak: float, copy_rate: float, bandwidth: flo
 
 
 def scan_passes(rows: Sequence[Row], copy_rate: float, bandwidth: float) -> float:
-    """Return the passes over saved activations that a scan adds: the ablation's scanned against its unrolled step."""
-    by_number = {row["variant"].split()[0]: row for row in rows}
-    unrolled = by_number["6"]
-    scanned = by_number["7"]
+    """Return the passes over saved activations that a scan adds: the ablation's scanned against its unrolled step.
+
+    The stacks of weights and gradients, whose bytes are known, are taken off.
+    """
+    scanned = next(row for row in rows if row["variant"].split()[0] == "7")
+    unrolled = next(row for row in rows if row["variant"].split()[0] == "6" and row["work"] == scanned["work"])
     model = model_shape(load_config(None, ["model.preset=llama3-1b", "model.num_layers=8"]).model)
     saved = 4 * model.hidden + 2 * model.query + 2 * model.key + 3 * model.feed_forward
     seconds = (scanned["milliseconds"] - unrolled["milliseconds"]) / 1e3
-    return seconds * copy_rate * bandwidth / (2 * saved * 8 * 2048 * 8)
+    weights = 24 * model.layer_parameters
+    return (seconds * copy_rate * bandwidth - weights) / (2 * saved * 8 * 2048 * 8)
 
 
 def fit(values: dict[str, float], rows: Sequence[tuple[str, Row]]) -> dict[str, float]:
@@ -202,7 +211,7 @@ def calibrate(rows: Sequence[tuple[str, Row]]) -> tuple[dict[str, float], dict[s
     attention = [source("device", row) for row in device if row["work"].startswith("attention")]
     traces = [source("step_profile", row) for row in profile]
     sources = {
-        **dict.fromkeys(("matmul", "matmul_fp8", "layer_seconds"), traces),
+        **dict.fromkeys(("matmul", "matmul_fp8", "matmul_blockwise", "layer_seconds"), traces),
         **dict.fromkeys(("attention_64", "attention_128", "attention_half_length"), attention),
         "copy_rate": [source("device", copy)],
         "head": [source("linear_cross_entropy", row) for row in losses if row["implementation"] == "jaxstack sum"],

@@ -168,7 +168,9 @@ class Efficiency(Component):
     matmul: float = Field(gt=0, le=1)
     """Matmuls of layers in bfloat16 within a training step, relative to the peak."""
     matmul_fp8: float = Field(gt=0, le=1)
-    """Matmuls with FP8 operands within a training step, relative to the FP8 peak."""
+    """Matmuls with FP8 operands and a scale per tensor within a training step, relative to the FP8 peak."""
+    matmul_blockwise: float = Field(gt=0, le=1)
+    """The same with a scale for every 128 values, as experts have."""
     head: float = Field(gt=0, le=1)
     """The matmuls of the output head and the loss, which are in bfloat16 always, relative to the peak."""
     attention_64: float = Field(gt=0, le=1)

@@ -6,8 +6,9 @@ Per microbatch and device, with n tokens of which t devices share a layer:
   that layers and the output head reach; small dims reach less of it, and reading the weights is a lower bound;
 - attention: the kind's own FLOPs (Dao 2023 for causal flash attention), of which 2/7 are forward, over the rate of the
   kernels at this head_dim and at the length that one call of them sees;
-- elementwise: norms, residual, rotation, activations and the loss as bytes of memory traffic, the optimizer's update
-  (read weight, gradient and state, write weight and state), and the gaps between kernels;
+- elementwise: norms, residual, rotation, activations, rows of routed experts (`jaxstack.cost_model.routed_experts`),
+  casts of weights and the loss as bytes of memory traffic, the optimizer's update (read weight, gradient and state,
+  write weight and state), and the gaps between kernels;
 - communication: see `jaxstack.cost_model.communication`; overlapped transfers count by the time that they add to the
   step;
 - bubble: (p - 1)/m of the layers' work for 1F1B and GPipe, (p - 1)/(m v) for the interleaved schedule (Narayanan et al.
@@ -32,6 +33,7 @@ from jaxstack.cost_model.memory import (
     stored_parameters,
 )
 from jaxstack.cost_model.model_shape import ModelShape
+from jaxstack.cost_model.routed_experts import RoutedExperts
 from pallas_kernels.attention.context import OVERLAP_LENGTH
 
 PARTS = ("matmul", "attention", "elementwise", "exposed_communication", "bubble")
@@ -120,26 +122,65 @@ class StepModel:
         rows = microbatch_tokens_per_device(layouts, self.tokens)
         layers = layers_of_slowest_stage(shape, layouts)
         again, attention_again = self._recomputed(layouts)
-        flops = 2 * shape.active_layer_parameters * rows / tensor
-        narrow = np.minimum(shape.expert_width or shape.feed_forward, min(shape.hidden, shape.query)) / tensor
-        matmul = flops * (2 + min(self.trained, 1) + again) / self._rate(layouts, np.minimum(narrow, rows))
+        passes = 2 + min(self.trained, 1) + again
         weights = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / tensor
-        matmul = np.maximum(matmul, weights * 2 * (2 + min(self.trained, 1) + again) / self._memory_rate)
+        matmul = np.maximum(self._matmul_seconds(layouts), weights * 2 / self._memory_rate) * passes
         attention = self.attention_flops / shape.layers * rows / tensor / self._attention_rate(layouts)
         attention = attention * (1 + _FORWARD_SHARE * attention_again)
         # All policies repeat the forward part of the elementwise operations; `none` does only in a scan whose backward
         # pass gathers the weights again (`saved_values_per_token` counts what that saves).
         kept = layouts.remat_in("none") & ~(gathers_weights(layouts) & self.scanned)
         repeated = np.where(kept, 0, 1 / 3)
-        moved = self._layer_bytes(layouts) * rows * (1 + repeated)
+        moved = self._layer_bytes(layouts) * (1 + repeated)
         elementwise = moved / (self.cluster.memory_bandwidth * self.efficiency.elementwise)
-        casts = 6 * weights * 2 / self._memory_rate
-        elementwise = elementwise + casts + self.efficiency.layer_seconds
+        elementwise = elementwise + self._weight_bytes(layouts) / self._memory_rate + self.efficiency.layer_seconds
         if self.scanned:
             stacked = saved_values_per_token(shape, layouts, scanned=True) * 2 * rows * self.efficiency.scan_passes
             elementwise = elementwise + stacked / self._memory_rate
         found = {"matmul": matmul, "attention": attention, "elementwise": elementwise}
         return {name: layers * seconds for name, seconds in found.items()}
+
+    def _matmul_seconds(self, layouts: LayoutTable) -> Floats:
+        """Return the seconds of one pass of a layer's matmuls for one microbatch, such as the forward pass."""
+        shape = self.shape
+        tensor = layouts["tensor"]
+        rows = microbatch_tokens_per_device(layouts, self.tokens)
+        narrow = np.minimum(shape.expert_width or shape.feed_forward, min(shape.hidden, shape.query)) / tensor
+        narrow = np.minimum(narrow, rows)
+        experts = shape.active_expert_parameters * shape.mixtures / shape.layers
+        dense = 2 * (shape.active_layer_parameters - experts) * rows / tensor
+        seconds = dense / self._rate(layouts, narrow, self.efficiency.matmul_fp8)
+        if shape.mixtures:
+            routed = self._routed(layouts)
+            flops = 2 * experts * rows / tensor * routed.computed / routed.even
+            # Experts have a scale for every 128 values, whatever the recipe of the others.
+            seconds = seconds + flops / self._rate(layouts, narrow, self.efficiency.matmul_blockwise / routed.padded)
+        return seconds
+
+    def _routed(self, layouts: LayoutTable) -> RoutedExperts:
+        return RoutedExperts(self.shape, layouts, self.tokens)
+
+    def _weight_bytes(self, layouts: LayoutTable) -> Floats:
+        """Return the bytes that a layer moves for its weights in one microbatch, besides its matmuls.
+
+        A weight is read in float32 and cast to the compute dtype, again in the backward pass of a layer that is
+        recomputed. A scan stacks gradients in float32 (zeros, the layer's part, which is read in the compute dtype, and
+        twice as much to read for their norm and the update), and without recomputation the cast weights (zeros, a part
+        written, and read from).
+        """
+        shape = self.shape
+        per_layer = shape.layers * layouts["tensor"]
+        experts = shape.all_experts / layouts["expert"] / per_layer
+        recomputes = ~layouts.remat_in("none") | gathers_weights(layouts)
+        passes = 1 + recomputes
+        found = (shape.layer_parameters / per_layer + experts) * 6 * passes
+        if shape.mixtures:
+            found = found + self._narrowed(layouts) * (self._routed(layouts).weight_bytes - 6) * experts * passes
+        if self.scanned:
+            stacked = 14 * self.trained + np.where(recomputes, 0, 10)
+            stacked = np.where(layouts["pipeline"] > 1, 0, stacked)
+            found = found + (shape.layer_parameters / per_layer + experts) * stacked
+        return found
 
     def _head_seconds(self, layouts: LayoutTable) -> dict[str, Floats]:
         """Return the seconds of embedding, head and loss for one microbatch; all pipeline stages wait for them."""
@@ -152,18 +193,25 @@ class StepModel:
         heads = 1 + shape.predictions
         return {"matmul": heads * flops / rate, "elementwise": heads * moved / self._memory_rate}
 
-    def _rate(self, layouts: LayoutTable, narrow: Floats) -> Floats:
+    def _rate(self, layouts: LayoutTable, narrow: Floats, fp8: float) -> Floats:
         """Return, for each parallel layout, the FLOP/s reached by layers' matmuls whose smallest dim is `narrow`.
 
         FP8 leaves out the first and the last layer.
+
+        Args:
+          layouts: the layouts.
+          narrow: smallest dim of the matmuls.
+          fp8: efficiency of those in FP8.
         """
         peaks = self.cluster.peak_tflops
-        efficiency = self.efficiency
-        wide = peaks.bfloat16 * efficiency.matmul
-        fast = wide if peaks.float8 is None else peaks.float8 * efficiency.matmul_fp8
-        narrowed = 1 - self._wide_share(layouts)
-        mixed = 1 / ((1 - narrowed) / wide + narrowed / fast)
-        return 1e12 * np.where(layouts["fp8"] > 0, mixed, wide) * narrow / (narrow + SMALL_DIM)
+        wide = peaks.bfloat16 * self.efficiency.matmul
+        fast = wide if peaks.float8 is None else peaks.float8 * fp8
+        narrowed = self._narrowed(layouts)
+        return 1e12 / ((1 - narrowed) / wide + narrowed / fast) * narrow / (narrow + SMALL_DIM)
+
+    def _narrowed(self, layouts: LayoutTable) -> Floats:
+        """Return the share of the layers that compute in FP8."""
+        return np.where(layouts["fp8"] > 0, 1 - self._wide_share(layouts), 0.0)
 
     def _wide_share(self, layouts: LayoutTable) -> Floats:
         """Return the share of the layers that FP8 leaves in bfloat16."""
@@ -195,18 +243,25 @@ class StepModel:
         return matmuls, np.where(layouts.remat_in("full", "offload"), 1.0, 0.0)
 
     def _layer_bytes(self, layouts: LayoutTable) -> Floats:
-        """Return the bytes that a layer's elementwise operations move for each token, forward and backward."""
+        """Return the bytes that a layer's elementwise operations move for a microbatch, forward and backward."""
         shape = self.shape
         tensor = layouts["tensor"]
+        rows = microbatch_tokens_per_device(layouts, self.tokens)
         stream = np.where(layouts["sequence"] > 0, tensor, 1)
         # A plain MLP's bias and activation are computed in the epilogues of its matmuls.
         passes = 11 if shape.gated else 3
         turns = 6 if self.rotates else 2
+        mixture = shape.mixtures / shape.layers
+        width = shape.active_width - mixture * shape.routed * shape.expert_width
         values = 24 * shape.hidden / stream
-        values = values + (passes * shape.active_width + turns * (shape.query + 2 * shape.key)) / tensor
-        # Each token is copied to its experts and back, forward and backward.
-        values = values + 6 * shape.routed * shape.hidden * shape.mixtures / shape.layers
-        return 2 * values
+        values = values + (passes * width + turns * (shape.query + 2 * shape.key)) / tensor
+        moved = 2 * values * rows
+        if shape.mixtures:
+            routed = self._routed(layouts)
+            inner = 2 * passes * routed.activation_values / tensor
+            quantized = self._narrowed(layouts) * routed.quantized_bytes
+            moved = moved + mixture * (inner + routed.copied_bytes + quantized)
+        return moved
 
     def _update_seconds(self, layouts: LayoutTable) -> Floats:
         """Return the seconds of the optimizer's update, and of adding up gradients over microbatches."""
@@ -356,7 +411,15 @@ class StepModel:
         fewer = (shape.query + shape.key < shape.key * devices) & (shape.key // shape.head_dim % devices == 0)
         in_ring, gathering = ring(2 * keys, nothing), gathered(2 * keys, nothing)
         if shape.key_source:
-            expansion = hops * rows * 4 * 2 * shape.expansion / tensor / self._rate(layouts, nothing + shape.key_source)
+            expansion = (
+                hops
+                * rows
+                * 4
+                * 2
+                * shape.expansion
+                / tensor
+                / self._rate(layouts, nothing + shape.key_source, self.efficiency.matmul_fp8)
+            )
             source = rows * 2 * shape.key_source + nothing
             in_ring = np.minimum(in_ring, ring(source, expansion))
             gathering = np.minimum(gathering, gathered(source, expansion))
