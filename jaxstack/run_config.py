@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
+import jax
 from pydantic import model_validator
 
 from jaxstack import distill, local_sgd, precision, preference
@@ -54,6 +55,7 @@ from jaxstack.reinforce.policy import PolicyConfig
 from jaxstack.reinforce.rewards import AnyReward
 from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.stored.model import fill_in_settings
+from jaxstack.stored.packed_base import PackedModel, find_packed_base
 
 FEATURES: tuple[Feature, ...] = (
     *parallel_config.FEATURES,
@@ -70,6 +72,9 @@ FEATURES: tuple[Feature, ...] = (
     *optimizers.FEATURES,
 )
 """Features of a run and what they exclude, declared next to their configurations; docs/combinations.md shows them."""
+
+PACKED_STATE = (0, 11)
+"""First version of jax with which integers of 4 bits were tried as arguments of a compiled step."""
 
 
 class RunConfig(Component):
@@ -263,6 +268,41 @@ class RunConfig(Component):
     def directory(self) -> Path:
         """Directory of the run: `run.dir` / `run.name`."""
         return Path(self.run.dir) / self.run.name
+
+    def packed_base(self, say: Callable[[str], None] = lambda line: None) -> PackedModel | None:
+        """Return the compressed model whose weights the run keeps packed beside its adapters; None if there is none.
+
+        That is the base of a run that goes on, or else the compressed model of `run.init_from`. The layout must be
+        resolved.
+
+        Args:
+          say: called with the reason why a packed model is read as plain numbers.
+
+        Raises:
+          ConfigError: the run goes on from one that keeps its base packed, which its settings do not allow.
+        """
+        if not self.adapters.rules:
+            return None
+        run = self.run
+        return find_packed_base(self.directory, run.branch_from, run.init_from, self._unpacked_reason(), say)
+
+    def _unpacked_reason(self) -> str | None:
+        """Return why a run with adapters cannot keep a compressed model packed; None if it can."""
+        if self.parallel.workers > 1 or isinstance(self.local_sgd, FolderDiLoCo):
+            return "workers exchange plain weights"
+        kept_whole = {"data"} if self.model.moe is not None else {"data", "fsdp"}
+        split = [axis for axis, degree in self.parallel.degrees.items() if degree > 1 and axis not in kept_whole]
+        if split:
+            return f"parallel.{split[0]} splits them"
+        if jax.__version_info__ < PACKED_STATE:
+            return f"jax {jax.__version__} passes no integers of 4 bits to a compiled step; a newer one does"
+        if self.model.scan_layers:
+            return "model.scan_layers stacks them; set it to false"
+        if any(rule.fp8 for rule in self.precision.fp8_rules):
+            return "precision.fp8 quantizes them anew"
+        if self.policy.loss is not None:
+            return "jaxstack.reinforce samples with plain weights"
+        return None
 
     def pipeline_plan(self) -> PipelinePlan | None:
         """Return schedule, stages and microbatches of pipeline parallelism; None if it is not used.

@@ -17,7 +17,8 @@ the loss, for the tasks and for decoding; one that exceeds them keeps the fields
     sums       share of sums of two numbers of up to three digits that it writes right; none was trained on
     ms, speed  milliseconds of a decoding step at 1, 16 and 64 rows, by `Decoder.generate`; bfloat16's over them
 
-`--export` also writes each model for vLLM into `--folder`/exports, with log-probabilities in expected.json.
+`--export` also writes each model for vLLM into `--folder`/exports. A folder with text and a run of other settings is
+refused.
 """
 
 import argparse
@@ -115,6 +116,20 @@ SIZES = {
 }  # fmt: skip
 
 
+def check_folder(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Note the settings of text and run in a new folder; refuse a folder that has those of other settings."""
+    known = folder / "settings.json"
+    found = json.loads(known.read_text(encoding="utf-8")) if known.exists() else None
+    if found != settings and (found is not None or (folder / "run").exists()):
+        print(
+            f"{folder} holds the text and run of {found or 'unknown settings'}, and this measurement has "
+            f"{dict(settings)}: give these, or another --folder.",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    known.write_text(json.dumps(settings), encoding="utf-8")
+
+
 def train(folder: Path, size: Size, tokens: float, limit: float) -> float:
     """Train the model in a process of its own, unless the folder has it; return the seconds that it took.
 
@@ -170,7 +185,7 @@ def measure(folder: Path, recipe: str, size: Size, export: bool) -> None:
         run = load(out, report=lambda line: print(line, file=sys.stderr))
         report(**{kind: answered(run, asked) for kind, asked in read_questions(folder).items()})
         if export:
-            write_export(run, out, folder / "exports" / recipe, FORMATS.get(recipe, "dense"))
+            write_export(out, folder / "exports" / recipe, FORMATS.get(recipe, "dense"))
         run.decoder.join_projections()
         report(**decoding_speed(run.decoder, size, turn))
 
@@ -206,19 +221,12 @@ def decoding_speed(decoder: Any, size: Size, turn: Turn) -> Row:
     return {"milliseconds_by_rows": found, "backends": backends}
 
 
-def write_export(run: Any, model: Path, output: Path, form: str) -> None:
-    """Write a checkpoint that vLLM reads, and expected.json: tokens of held-out text with log-probabilities by us."""
-    import jax
-    import numpy as np
-
+def write_export(model: Path, output: Path, form: str) -> None:
+    """Write a checkpoint that vLLM reads."""
     from jaxstack.run.convert import export_checkpoint
 
     shutil.rmtree(output, ignore_errors=True)
     export_checkpoint(model, output, dtype="bfloat16", format=form, model_type="llama", warn=lambda line: None)
-    tokens = np.random.default_rng(0).integers(0, run.tokenizer.vocab_size, 64).tolist()
-    logprobs = np.asarray(jax.nn.log_softmax(run.model([tokens]).astype("float32")))[0]
-    expected = {"tokens": tokens, "logprobs": [float(logprobs[i, t]) for i, t in enumerate(tokens[1:])]}
-    (output / "expected.json").write_text(json.dumps(expected), encoding="utf-8")
 
 
 def recipe_row(command: list[str], recipe: str, limit: float, environment: Mapping[str, str]) -> Row:
@@ -283,6 +291,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="compressed-") as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
+        check_folder(folder, {"size": name, "tokens": tokens, "megabytes": megabytes})
         if not (folder / "run").exists():
             write_work(folder, megabytes, size.questions, size.sums)
         seconds = train(folder, size, tokens, args.train_limit)

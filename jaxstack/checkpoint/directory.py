@@ -226,13 +226,9 @@ def link_checkpoint(source: Path, step: int | None, target: Path, steps: int | N
             "train.steps, or lower run.branch_step."
         )
     entry = found[chosen]
-    staging = target / f".saving-{chosen}-branch"
     try:
         check(entry.path, chosen, hashes=False)
-        target.mkdir(parents=True, exist_ok=True)
-        remove_tree(staging)
-        shutil.copytree(entry.path, staging, copy_function=_link)
-        put_in_place(staging, target / str(chosen))
+        link_files(entry.path, target / str(chosen), target / f".saving-{chosen}-branch")
     except Damaged as damage:
         raise JaxstackError(f"checkpoint {chosen} in {source} is damaged: {damage}") from None
     except shutil.Error as error:
@@ -242,13 +238,17 @@ def link_checkpoint(source: Path, step: int | None, target: Path, steps: int | N
     return chosen
 
 
-def link_files(source: Path, target: Path) -> None:
-    """Copy a directory, which appears when it is complete, by hard links where the file system has them.
+def link_files(source: Path, target: Path, staging: Path) -> None:
+    """Copy a directory, by hard links where the file system has them.
+
+    Args:
+      source: the directory.
+      target: its copy, which appears when it is complete.
+      staging: directory in the same file system in which the copy is made; what it holds is deleted.
 
     Raises:
-      OSError: it cannot be read or written.
+      OSError: the directory cannot be read, or the copy cannot be written.
     """
-    staging = target.with_name(f".{target.name}-linking")
     remove_tree(staging)
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(source, staging, copy_function=_link)

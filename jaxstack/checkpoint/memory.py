@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import PyTree
 
@@ -154,25 +154,26 @@ class MemoryCheckpoints:
         damaged or does not fit this run is reported.
         """
         known = [made for made in known_copies(self._members, self._count) if made[0] >= at_least]
-        told = False
-        missing = ""
+        notes: dict[str, None] = {}
+        lacking: list[str] = []
         for step, count in known:
-            source, notes, missing = self._find_intact(step, count)
             name = f"{self._name}-{next(self._answers)}"
-            answers = coordination.all_gather(name, [source, notes, missing], self._timeout_seconds)
-            for note in dict.fromkeys(note for _, said, _ in answers for note in said):
+            found = coordination.all_gather(name, [*self._find_intact(step, count)], self._timeout_seconds)
+            answers = [_Found(*answer) for answer in found]
+            new = dict.fromkeys(note for answer in answers for note in answer.notes)
+            for note in new:
                 self._report(note)
-                told = True
-            sources = collections.Counter(source for source, _, _ in answers)
-            missing = next((f"; step {step} lacks {lacking}" for _, _, lacking in answers if lacking), "")
+            notes |= new
+            sources = collections.Counter(answer.source for answer in answers)
             if not sources[None]:
                 others = f", other layout {sources['others']}" if sources["others"] else ""
                 self.sources = f"own {sources['own']}, neighbour {sources['neighbour']}{others}"
                 return step
-        if missing and not told:
+            lacking = [f"step {step} lacks {answer.missing}" for answer in answers if answer.missing]
+        if lacking and not notes:
             self._report(
                 "copies in memory are incomplete: of no step are all shards left"
-                f"{missing}; the checkpoint on disk is used"
+                f"; {lacking[0]}; the checkpoint on disk is used"
             )
         return None
 
@@ -255,14 +256,11 @@ class MemoryCheckpoints:
     def _fetched(self) -> Path:
         return memory_folder.fetched_folder(self._folder, self._rank)
 
-    def _find_intact(self, step: int, count: int) -> tuple[str | None, list[str], str | None]:
-        """Find this process's shards of `step` in the copies that a start with `count` processes made.
-
-        Returns:
-          The source (`own`, `neighbour` or `others`) or None, messages, and the first shard that is not there.
-        """
+    def _find_intact(self, step: int, count: int) -> "_Found":
+        """Find this process's shards of `step` in the copies that a start with `count` processes made."""
         located = locate(self._members, step, count)
         notes: list[str] = []
+        intact = None
         try:
             for source, place, obtain in self._copies_of(step, located.get(self._part, ())):
                 try:
@@ -274,14 +272,15 @@ class MemoryCheckpoints:
                 files, missing = shard_files.find_files([index], self._targets_of(index))
                 if missing is None:
                     self._source = [shard_files.Folder(root, index, files[0])]
-                    return source, notes, None
+                    return _Found(source, notes)
+                intact = root
                 break
-            found = gather(self._parts(step, located), step, self._targets_of)
+            found = gather(self._parts(step, located, intact), step, self._targets_of)
         except _Misfit as error:
-            return None, [*notes, f"the copies of step {step} in memory do not fit this run: {error}"], None
+            return _Found(None, [*notes, f"the copies of step {step} in memory do not fit this run: {error}"])
         self._source = found.folders
         notes = list(dict.fromkeys([*notes, *found.notes]))
-        return ("others" if found.folders else None), notes, found.missing
+        return _Found("others" if found.folders else None, notes, found.missing)
 
     def _copies_of(self, step: int, locations: Sequence[Location]) -> list[tuple[str, str, Callable[[], Path]]]:
         """Return the copies of this process's own part: source, place, and function that returns the folder."""
@@ -297,12 +296,18 @@ class MemoryCheckpoints:
         self._client_of(member).fetch(place, step, self._own.begin(step))
         return self._own.commit(step)
 
-    def _parts(self, step: int, located: Mapping[Part, Sequence[Location]]) -> list[PartCopy]:
-        """Return all copies of `step` that this process can read, those of its own node first."""
+    def _parts(self, step: int, located: Mapping[Part, Sequence[Location]], intact: Path | None) -> list[PartCopy]:
+        """Return all copies of `step` that this process can read, those of its own node first.
+
+        Args:
+          step: the step.
+          located: where the copies of each part are.
+          intact: a whole copy of this process's own part, if one was found; no other copy of that part is then needed.
+        """
         shutil.rmtree(self._fetched, ignore_errors=True)
-        found = []
+        found = [] if intact is None else [PartCopy(self._part, f"own/{self._part}", intact)]
         for part, locations in located.items():
-            for member, place in locations:
+            for member, place in locations if intact is None or part != self._part else ():
                 if self._is_near(member):
                     found.append(PartCopy(part, place, memory_folder.Copies(self._folder / place).path(step)))
                 elif self._server is not None:
@@ -368,6 +373,17 @@ class MemoryCheckpoints:
             self._client.keep(self._part, steps)
         except TransferError as error:
             self._report(f"an old copy in memory could not be deleted: {error}")
+
+
+class _Found(NamedTuple):
+    """What a process has found of its shards of one step in the copies in memory."""
+
+    source: str | None
+    """`own`, `neighbour`, or `others` for copies of several processes; None: not all shards are there."""
+    notes: list[str]
+    """Messages about copies that were passed over."""
+    missing: str | None = None
+    """The first shard of which no copy is left."""
 
 
 class _Misfit(Exception):

@@ -8,9 +8,8 @@ import numpy as np
 
 from jaxstack.cost_model.cluster import Cluster, Efficiency, load_efficiency
 from jaxstack.cost_model.layouts import Floats, LayoutTable, count_tokens, layout_table_of
-from jaxstack.cost_model.memory import memory_parts
+from jaxstack.cost_model.memory import PackedSize, memory_parts
 from jaxstack.cost_model.model_shape import ModelShape, adapter_share, model_shape, optimizer_bytes, trained_share
-from jaxstack.cost_model.packed_base import PackedSize, find_packed_base, packed_weights
 from jaxstack.cost_model.step_time import StepModel
 from jaxstack.distributed.device_setup import DEVICE_FRACTION
 from jaxstack.models.count import mixer_flops_per_token, model_flops_per_token
@@ -184,7 +183,7 @@ class LayoutModel:
             trained=self.time.trained,
             adapters=adapter_share(self.config.adapters, self.shape),
             reference=self._has_second_model,
-            packed=PackedSize.of(packed_weights(find_packed_base(self.config))),
+            packed=PackedSize.of(self.config.packed_base()),
         )
 
     def fits(self, layouts: LayoutTable) -> np.ndarray:

@@ -18,12 +18,15 @@ A pipeline stores the activations of several microbatches: m with `gpipe`, 2p - 
 (v + 1)p - 1 pieces of 1/v with `interleaved`, but never more than there are.
 """
 
+import math
+from typing import NamedTuple
+
 import numpy as np
 
 from jaxstack.cost_model.layouts import Floats, LayoutTable
 from jaxstack.cost_model.model_shape import ModelShape
-from jaxstack.cost_model.packed_base import PackedSize
 from jaxstack.models.feed_forward_chunks import CHUNK_BYTES
+from jaxstack.stored.packed_base import PackedModel
 
 PARTS = ("weights", "optimizer", "working_copies", "gradients", "activations", "transient", "logits", "buffers")
 """Parts of the memory, in the order of tables."""
@@ -33,6 +36,28 @@ _BACKWARD_SET = 1.7
 """Activations and their gradients that a layer's backward pass holds, relative to one layer's activations."""
 _RECOMPUTED_SET = 0.8
 """The same where they are recomputed, because few of them are in memory together."""
+
+
+class PackedSize(NamedTuple):
+    """Size of the weights that stay packed; each device holds all of them."""
+
+    values: int = 0
+    """Number of weights."""
+    bytes: float = 0.0
+    """Bytes in device memory, where integers of up to 4 bits take half a byte, and those of up to 8 bits one."""
+
+    @classmethod
+    def of(cls, base: PackedModel | None) -> "PackedSize":
+        """Return the size of the weights of a model that stay packed; 0 without a model."""
+        values = 0
+        size = 0.0
+        for weight in () if base is None else base.weights.values():
+            bits = weight.format.bits_of
+            for name, array in weight.arrays.items():
+                each = 8 * array.dtype.itemsize if name not in bits else 4 if bits[name] <= 4 else 8
+                size += array.size * each / 8
+            values += math.prod(weight.shape)
+        return cls(values, size)
 
 
 def memory_parts(

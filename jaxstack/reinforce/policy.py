@@ -472,15 +472,13 @@ def policy_loss(
       exact: compute log-probabilities with the bits of an exact sampler, see `jaxstack.reinforce.exact`.
     """
     length = length or batch["labels"].shape[1]
-    with batch_invariant(exact):
-        policy, sums = token_log_probabilities(model, batch, temperature, length, with_losses=train)
+    policy, sums = token_log_probabilities(model, batch, temperature, length, with_losses=train, exact=exact)
     reference = None
     if settings.computes_reference:
         with jax.named_scope("reference"):
             own = {name: x for name, x in batch.items() if name != "experts"}  # its routers choose for themselves
             other = model.reference or without_adapters(model)
-            with batch_invariant(exact):
-                reference, _ = token_log_probabilities(other, own, temperature, length)
+            reference, _ = token_log_probabilities(other, own, temperature, length, exact=exact)
     tokens = Tokens(
         policy,
         batch["sampler_logprobs"],
@@ -503,6 +501,7 @@ def token_log_probabilities(
     length: int | None = None,
     *,
     with_losses: bool = False,
+    exact: bool = False,
 ) -> tuple[Float[Array, "B T"], LayerSums]:
     """Return the log-probability of each label, 0 where it is -100, and the layers' sums.
 
@@ -513,18 +512,20 @@ def token_log_probabilities(
       length: the labels of a row that is not packed, other than -100, are among this number of consecutive ones, so
         that the other tokens, those of the prompt, need no logits; None: they may be anywhere.
       with_losses: see `Transformer.hidden_and_sums`.
+      exact: compute them with the bits of an exact sampler, see `jaxstack.reinforce.exact`.
     """
     segments = batch.get("segment_ids")
-    hidden, sums = model.hidden_and_sums(
-        batch["tokens"],
-        positions=batch.get("positions"),
-        segment_ids=segments,
-        experts=batch.get("experts"),
-        with_losses=with_losses,
-    )
-    with jax.named_scope("loss"):
-        most = length if segments is None else None
-        return -token_losses(model, hidden, batch["labels"], most, temperature), sums
+    with batch_invariant(exact):
+        hidden, sums = model.hidden_and_sums(
+            batch["tokens"],
+            positions=batch.get("positions"),
+            segment_ids=segments,
+            experts=batch.get("experts"),
+            with_losses=with_losses,
+        )
+        with jax.named_scope("loss"):
+            most = length if segments is None else None
+            return -token_losses(model, hidden, batch["labels"], most, temperature), sums
 
 
 _EXCLUDED = (

@@ -9,9 +9,8 @@ import jax
 
 from jaxstack.data.prompts import open_prompts
 from jaxstack.errors import ConfigError
-from jaxstack.module_arrays.packed_base import PackedBase
 from jaxstack.reinforce.environment import Description, Environment
-from jaxstack.reinforce.exact import exact_options, inexact_part
+from jaxstack.reinforce.exact import exact_options, inexact_part, slow_part
 from jaxstack.reinforce.policy import LOSSES, TEACHER
 from jaxstack.reinforce.rewards import Rewards, check_columns
 from jaxstack.reinforce.rollout import Rollouts
@@ -22,6 +21,7 @@ from jaxstack.run.load import load_reward_model
 from jaxstack.run.train import Task, TrainedRun, print_line, train
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
+from jaxstack.stored.packed_base import PackedModel
 from jaxstack.trainer import Trainer
 
 
@@ -132,7 +132,7 @@ class ReinforcementTask(Task):
             config.directory,
         )
 
-    def make_trainer(self, config: RunConfig, data: Rollouts, base: PackedBase | None) -> Trainer:
+    def make_trainer(self, config: RunConfig, data: Rollouts, base: PackedModel | None) -> Trainer:
         """Make the trainer, and the sampler that uses its weights."""
         if config.rollout.engine.exact:
             config = _exact_config(config)
@@ -202,6 +202,11 @@ def _exact_config(config: RunConfig) -> RunConfig:
         raise ConfigError(
             f"rollout.engine.exact does not support {problem}: sampler and trainer would compute it in different "
             "orders. Remove one of them; policy.sampler_correction weights what differs."
+        )
+    if reason := slow_part(config.model, config.precision.compute_dtype(jax.default_backend())):
+        raise ConfigError(
+            f"rollout.engine.exact computes attention by a kernel that {reason}. Set precision.compute=bfloat16 and "
+            "take a model with such heads, or set exact=false; policy.sampler_correction weights what differs."
         )
     options = {**config.train.xla_options, **exact_options()}
     return config.model_copy(update={"train": config.train.model_copy(update={"xla_options": options})})

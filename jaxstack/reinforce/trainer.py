@@ -17,7 +17,6 @@ from jaxstack.reinforce.policy import PolicyConfig, token_log_probabilities
 from jaxstack.reinforce.rollout import Rollouts
 from jaxstack.step import Metrics
 from jaxstack.trainer import Trainer
-from pallas_kernels.batch_invariant.mode import batch_invariant
 
 
 class PolicyTrainer(Trainer):
@@ -88,9 +87,10 @@ class PolicyTrainer(Trainer):
         context = ShardingContext(self.steps.inner_rules, self.steps.layout)
 
         def compute(params: Dict, non_params: Dict, batch: Batch) -> jax.Array:
-            with context.entered(), batch_invariant(self.exact):
+            with context.entered():
                 model = self.module.used.merge(self.module.load(params), non_params)
-                return token_log_probabilities(model, batch, self.temperature, self.longest_answer)[0]
+                length = self.longest_answer
+                return token_log_probabilities(model, batch, self.temperature, length, exact=self.exact)[0]
 
         size, length = self.train.global_batch_size, self.train.sequence_length
         sharding = self.rules.sharding(self.rules.batch_spec((size, length), "old_logprobs"))

@@ -32,6 +32,7 @@ from jaxstack.reinforce.policy import policy_loss
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
+from jaxstack.stored.packed_base import PackedModel
 from jaxstack.trainer import StepWrapper, Trainer
 from jaxstack.worker_steps import FolderWorker, Workers
 
@@ -144,7 +145,7 @@ def make_trainer(
     devices: Sequence[Any] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     kind: type[T] = Trainer,
-    base: PackedBase | None = None,
+    base: PackedModel | None = None,
 ) -> T:
     """Build the trainer of a run from its configuration, whose layout and vocabulary size must be resolved.
 
@@ -153,7 +154,7 @@ def make_trainer(
       devices: devices to build the mesh of; default: all.
       mesh: mesh to use instead. With an `AbstractMesh` the trainer can be described, but cannot run.
       kind: class of the trainer.
-      base: weights that stay packed beside the adapters; `load_companion` loads them.
+      base: model whose weights stay packed beside the adapters; `load.load_packed_base` loads them.
     """
     if config.precision.kv_cache != "none" and config.parallel.pipeline > 1:
         raise ConfigError(
@@ -192,7 +193,7 @@ def make_trainer(
         optimizer = FolderWorker(config.local_sgd, optimizer)
     elif config.parallel.workers > 1:
         optimizer = Workers(config.local_sgd, optimizer)
-    views = () if base is None else (base,)
+    views = () if base is None else (PackedBase(base.weights),)
     return kind(
         with_views(compress_in_training(make, config.compression.rules), views),
         loss,

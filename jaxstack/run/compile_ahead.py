@@ -13,13 +13,11 @@ from typing import Any
 
 import jax
 
-from jaxstack.cost_model.packed_base import find_packed_base, packed_weights
 from jaxstack.data.batch_source import BatchSource
 from jaxstack.data.device_batches import BatchShardings
 from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError
 from jaxstack.run.build import make_trainer
-from jaxstack.run.packed_base import packed_view
 from jaxstack.run.setting import after_loss
 from jaxstack.run_config import RunConfig
 from jaxstack.step import StepSettings
@@ -70,8 +68,7 @@ class CompileAhead:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
         began = time.monotonic()
         try:
-            base = packed_view(packed_weights(find_packed_base(config)))
-            trainer = make_trainer(config, self._data, devices, base=base)
+            trainer = make_trainer(config, self._data, devices, base=config.packed_base())
             trainer.set_step(StepSettings(config.resilience.spike_threshold, config.observe.noise_scale))
             rows = config.train.global_batch_size
             shardings = BatchShardings(trainer.rules, rows)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxstack.cost_model.packed_base import PackedSize, find_packed_base, packed_weights
+from jaxstack.cost_model.memory import PackedSize
 from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.errors import ConfigError
 from jaxstack.models.config import preset_config, preset_names
@@ -58,7 +58,7 @@ def check_state_size(config: RunConfig) -> None:
     parallel = config.parallel
     count = count_parameters(model.model_copy(update={"vocab_size": model.vocab_size or 1})).total
     some_frozen = bool(config.adapters.rules) or any(group.frozen for group in config.optimizer.groups)
-    packed = PackedSize.of(packed_weights(find_packed_base(config)))
+    packed = PackedSize.of(config.packed_base())
     weights = (count - packed.values) * _WEIGHT_BYTES
     optimizer = 0 if some_frozen else count * _state_bytes_per_weight(config.optimizer)
     devices = math.prod(parallel.degrees.values())

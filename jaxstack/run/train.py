@@ -14,7 +14,6 @@ from jaxstack.checkpoint.directory import link_checkpoint
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.during_training import check_start, describe_compression
 from jaxstack.config.loader import dump_yaml, load_yaml
-from jaxstack.cost_model.packed_base import find_packed_base, packed_weights
 from jaxstack.cost_model.roofline import describe_roofline, find_peak
 from jaxstack.cost_model.search import describe_degrees
 from jaxstack.data.batch_ramp import BatchSizes
@@ -35,22 +34,21 @@ from jaxstack.models import (
     model_flops_per_token,
 )
 from jaxstack.models.low_precision import describe_fp8
-from jaxstack.module_arrays.packed_base import PackedBase
 from jaxstack.observe.number_format import plural
 from jaxstack.preference import LOSSES
 from jaxstack.run.build import companions, make_trainer, resolve_model
 from jaxstack.run.compile_ahead import CompileAhead
 from jaxstack.run.evaluate import TrainingTasks
 from jaxstack.run.join import join_job
-from jaxstack.run.load import load_companions, start_parameters
+from jaxstack.run.load import load_companions, load_packed_base, start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
-from jaxstack.run.packed_base import keep_packed_base, load_packed_base, packed_view
 from jaxstack.run.reference import add_references
 from jaxstack.run.setting import Setting, forecast_here
 from jaxstack.run.verify_layout import verify_layout
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import copy_stop_tokens
+from jaxstack.stored.packed_base import PackedModel, keep_packed_base
 from jaxstack.trainer import Trainer
 
 _SAME_RATE = 0.01
@@ -110,8 +108,8 @@ class Task:
             mismatched=config.preference.method.mismatched,
         )
 
-    def make_trainer(self, config: RunConfig, data: Any, base: PackedBase | None) -> Trainer:
-        """Make the trainer of a run whose layout and vocabulary are known, and whose base may stay packed."""
+    def make_trainer(self, config: RunConfig, data: Any, base: PackedModel | None) -> Trainer:
+        """Make the trainer of a run whose layout and vocabulary are known; the weights of `base` stay packed."""
         return make_trainer(config, data, base=base)
 
     def settings(self, config: RunConfig, data: Any) -> dict[str, Any]:
@@ -165,43 +163,20 @@ def train(
     _check_settings(config)
     task.check(config)
     warnings = join_job(dump_yaml(config), config.resilience)
-    automatic = config.parallel.auto
-    asked = config
     setting = Setting.of(config, "train")
+    say = _reporter(config, report)
+    _announce(config, setting, warnings, say)
+    asked = config
     config = setting.config
-    first = jax.process_index() == 0
-    shown = first and config.observe.progress
-    say = report if shown else (lambda text: None)
-    if not shown:
-        silence()
-    for line in warnings:
-        say(f"warning: {line}")
-    if automatic:
-        say(f"parallel: auto chose {describe_degrees(config)}")
-    if setting.change:
-        say(f"going on with fewer processes and the same global batch: {setting.change}")
     check_state_size(config)
     branch(config, say)
     _note_many_layers(config, say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(task))
-        with doing("reading the data"):
-            data = task.open(config, say)
-        config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
-        _check_companions(config, data.tokenizer)
-        add_references(config, data, say)
-        if config.resilience.verify_layout:
-            verify_layout(config, say)
-        with doing("tracing the model"):
-            base = find_packed_base(config, say)
-            view = packed_view(packed_weights(base))
-            trainer = task.make_trainer(config, data, view)
-        if warning := check_memory(trainer):
-            say(f"warning: {warning}")
+        config, data = _open_data(task, config, say)
+        base, trainer = _make_trainer(task, config, data, say)
         flops = _describe(config, data, trainer, say)
-        load_companions(config, trainer, say)
-        if base is not None and view is not None:
-            load_packed_base(base, trainer, say)
+        _load_frozen(config, base, trainer, say)
         tasks = TrainingTasks(config, trainer, data.tokenizer)
         ahead = None
         if config.resilience.compile_ahead and config.policy.loss is None:  # which makes a plain `Trainer`
@@ -215,7 +190,7 @@ def train(
             planned=_planned(config),
             settings=config.model_dump(mode="json", by_alias=True),
             run_tasks=tasks.run,
-            on_start=lambda: _write_run_files(config, data, base if view else None, keep=bool(setting.change)),
+            on_start=lambda: _write_run_files(config, data, base, keep=bool(setting.change)),
             on_new_run=lambda: _start_from(config, trainer, say),
             after_first_steps=None if ahead is None else ahead.start,
             say=say,
@@ -223,9 +198,62 @@ def train(
         values = trainer.fit(config.directory, dataclasses.replace(settings, **task.settings(config, data)))
         for line in describe_compression(trainer.module, trainer.state.params):
             say(line)
-        if first:
+        if jax.process_index() == 0:
             task.summarize(config, values, say)
     return TrainedRun(config.directory, config, values)
+
+
+def _reporter(config: RunConfig, report: Callable[[str], None]) -> Callable[[str], None]:
+    """Return the function that reports a line: `report` on the first process, unless `observe.progress` is off."""
+    if jax.process_index() == 0 and config.observe.progress:
+        return report
+    silence()
+    return lambda text: None
+
+
+def _announce(config: RunConfig, setting: Setting, warnings: Sequence[str], say: Callable[[str], None]) -> None:
+    """Report what is to be known of the devices and their layout before the run prepares."""
+    for line in warnings:
+        say(f"warning: {line}")
+    if config.parallel.auto:
+        say(f"parallel: auto chose {describe_degrees(setting.config)}")
+    if setting.change:
+        say(f"going on with fewer processes and the same global batch: {setting.change}")
+
+
+def _open_data(task: Task, config: RunConfig, say: Callable[[str], None]) -> tuple[RunConfig, Any]:
+    """Open the data of a run, and check what they must have in common with its models and its layout.
+
+    Returns:
+      The configuration with the vocabulary filled in, and the data.
+    """
+    with doing("reading the data"):
+        data = task.open(config, say)
+    config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
+    _check_companions(config, data.tokenizer)
+    add_references(config, data, say)
+    if config.resilience.verify_layout:
+        verify_layout(config, say)
+    return config, data
+
+
+def _make_trainer(
+    task: Task, config: RunConfig, data: Any, say: Callable[[str], None]
+) -> tuple[PackedModel | None, Trainer]:
+    """Return the model whose weights stay packed, if there is one, and the trainer, whose state fits the devices."""
+    with doing("tracing the model"):
+        base = config.packed_base(say)
+        trainer = task.make_trainer(config, data, base)
+    if warning := check_memory(trainer):
+        say(f"warning: {warning}")
+    return base, trainer
+
+
+def _load_frozen(config: RunConfig, base: PackedModel | None, trainer: Trainer, say: Callable[[str], None]) -> None:
+    """Read the weights that are not trained into the trainer: those of companions, and those that stay packed."""
+    load_companions(config, trainer, say)
+    if base is not None:
+        load_packed_base(base, trainer, say)
 
 
 def _check_settings(config: RunConfig) -> None:
@@ -285,13 +313,13 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
         trainer.start_from(params)
 
 
-def _write_run_files(config: RunConfig, data: Any, base: Path | None, *, keep: bool) -> None:
+def _write_run_files(config: RunConfig, data: Any, base: PackedModel | None, *, keep: bool) -> None:
     """Write the configuration and the tokenizer into the run directory.
 
     Args:
       config: the configuration, with its layout.
       data: what has the tokenizer.
-      base: directory of the compressed model whose weights stay packed, which is linked into the run directory.
+      base: the compressed model whose weights stay packed, which is linked into the run directory.
       keep: keep a configuration that is there, which has the layout of all processes.
     """
     directory = config.directory

@@ -1,7 +1,7 @@
 """A run directory as a stored model: with training checkpoints, or with weights that `jaxstack.compress` wrote."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,11 +40,10 @@ from jaxstack.stored.model import (
     convert,
     initial_variables,
 )
+from jaxstack.stored.packed_base import PACKED_BASE, open_packed_base
 from pallas_kernels import PackedWeight
 
 CONFIG = "config.yaml"
-PACKED_BASE = "base"
-"""Folder of a run with the compressed model whose weights stayed packed beside the adapters that the run trains."""
 C = TypeVar("C", bound=Component)
 
 
@@ -276,9 +275,8 @@ class TrainingRun(RunDirectory):
     @functools.cached_property
     def packed_base(self) -> frozenset[str]:
         """Paths of the weights that stayed packed while adapters beside them were trained, see `PACKED_BASE`."""
-        folder = self.directory / PACKED_BASE
-        described = compressed.describe_compressed(folder) if compressed.is_compressed(folder) else {}
-        return frozenset(base_weights(described))
+        base = open_packed_base(self.directory / PACKED_BASE)
+        return frozenset(() if base is None else base.weights)
 
     def _restore(self, step: int, wanted: Params) -> Params:
         flat = flatten(wanted["params"])
@@ -291,11 +289,6 @@ class TrainingRun(RunDirectory):
             read = {path: _like(get(base, "/".join(path)).dense(leaf.dtype), leaf) for path, leaf in packed.items()}
             tree["params"] = nest((flatten(tree["params"]) | read).items())
         return tree
-
-
-def base_weights(weights: Mapping[str, PackedWeight]) -> dict[str, PackedWeight]:
-    """Return those of a compressed model's weights that stay packed beside adapters: of dense layers and experts."""
-    return {path: x for path, x in weights.items() if path.startswith("decoder/") and path.endswith("/kernel")}
 
 
 def _like(value: jax.Array, wanted: jax.ShapeDtypeStruct | np.ndarray) -> jax.Array | np.ndarray:

@@ -7,6 +7,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.api import flash_attention
@@ -70,6 +71,19 @@ def attend_pages(
     """Return the attention of each sequence's last T tokens, see `pallas_kernels.paged_attention`."""
     request = make_request(q, k_pages, v_pages, page_table, lengths, scale=scale, soft_cap=soft_cap, window=window)
     return select("batch_invariant_attention", _BACKENDS, None, request).call(request)
+
+
+def kernel_problem(head_dim: int, dtype: DTypeLike) -> str | None:
+    """Return why the kernel for GPUs cannot compute attention, so that a slow loop would; None: it can, or on a CPU.
+
+    Args:
+        head_dim: channels of a head.
+        dtype: of queries, keys and values.
+    """
+    x = jnp.zeros((1, 1, 1, head_dim), dtype)
+    table = jnp.zeros((1, 1), jnp.int32)
+    request = make_request(x, x, x, table, table[0] + 1, scale=None, soft_cap=None, window=None)
+    return None if request.target.platform == "cpu" else _unsupported_by_triton(request)
 
 
 def _by_triton(request: PagedAttentionRequest) -> jax.Array:

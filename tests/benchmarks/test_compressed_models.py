@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks.compression.code_and_sums import CODE, HELD_OUT, SUMS, is_held_out, read_questions, write_work
-from benchmarks.compression.compressed_models import BASE, compare
+from benchmarks.compression.compressed_models import BASE, check_folder, compare
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +53,16 @@ def test_a_recipe_that_was_stopped_keeps_what_it_measured():
         compare(row, base)
     assert (stopped["smaller"], stopped["rise"], stopped["speedup_by_rows"]) == (2.0, 0.5, {})
     assert whole["speedup_by_rows"] == {"1": 2.0, "16": 2.0}
+
+
+def test_a_folder_of_other_settings_is_refused(tmp_path, capsys):
+    settings = {"size": "tiny", "tokens": 10.0, "megabytes": 1}
+    check_folder(tmp_path, settings)
+    (tmp_path / "run").mkdir()
+    check_folder(tmp_path, settings)
+    with pytest.raises(SystemExit) as ended:
+        check_folder(tmp_path, {**settings, "tokens": 20.0})
+    assert ended.value.code == 2 and "another --folder" in capsys.readouterr().err
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(SystemExit):
+        check_folder(tmp_path, settings)

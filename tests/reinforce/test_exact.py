@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.reinforce.exact import inexact_part
+from jaxstack.reinforce.exact import inexact_part, slow_part
+from pallas_kernels.target import lowering_platform
 from tests.reinforce.conftest import metrics_of
 from tests.reinforce.exact_runs import compare, sample, spread
 from tests.small_runs import make_trainer, small_config
@@ -48,6 +49,23 @@ def test_bits_of_sampler_and_trainer_are_equal(dtype, model):
 )
 def test_models_with_other_operations_are_told(setting, part):
     assert inexact_part(small_config(setting).model) == part
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "rule"),
+    [
+        (64, jnp.float32, "needs queries, keys and values in bfloat16 or float16; got float32 and float32"),
+        (48, jnp.bfloat16, "needs a head_dim of 32, 64, 128 or 256; got 48"),
+        (64, jnp.bfloat16, None),
+    ],
+)
+def test_a_gpu_refuses_what_its_kernel_does_not_compute(width, dtype, rule):
+    """Otherwise a loop that is slower by far would compute it, without a word."""
+    pytest.importorskip("jax_triton")
+    model = small_config(f"model.head_dim={width}").model
+    assert slow_part(model, dtype) is None, "on a CPU a loop computes all"
+    with lowering_platform("cuda"):
+        assert slow_part(model, dtype) == rule
 
 
 @pytest.mark.longer

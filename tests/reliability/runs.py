@@ -159,17 +159,22 @@ def ranks(launcher: subprocess.Popen, *, required: bool = True) -> dict[int, int
     """Rank -> process id, of a launcher's processes; fails with what it said where none is running, if one must be."""
     found = {}
     for pid in descendants(launcher.pid):
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        named = dict(one.partition(b"=")[::2] for one in variables)
-        if b"JAXSTACK_PROGRESS_FILE" in named:
-            found[int(named.get(b"JAX_PROCESS_ID", b"0"))] = pid
+        named = environment_of(pid)
+        if "JAXSTACK_PROGRESS_FILE" in named:
+            found[int(named.get("JAX_PROCESS_ID", "0"))] = pid
     if not found and required:
         end(launcher)
         raise AssertionError(f"no rank is running: {launcher.communicate()[0]}")
     return found
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment variables of a process; {} if it has ended."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    return dict(one.partition("=")[::2] for one in os.fsdecode(variables).split("\0"))
 
 
 def alive(pid: int) -> bool:

@@ -18,7 +18,7 @@ from jaxstack.checkpoint.memory import MemoryCheckpoints
 from jaxstack.checkpoint.memory_folder import Part
 from jaxstack.checkpoint.neighbour import CopyClient, CopyServer
 from jaxstack.launch.supervisor import free_port
-from tests.reliability.runs import Runs, end, finish, listening, ranks, read_until, waiting
+from tests.reliability.runs import Runs, end, environment_of, finish, listening, ranks, read_until, waiting
 
 pytestmark = pytest.mark.exhaustive
 EVERY = 3
@@ -42,9 +42,8 @@ def unbroken(runs: Runs) -> dict[int, float]:
 
 def folder_of(launcher: subprocess.Popen) -> Path:
     """The folder of copies of a launcher's processes."""
-    variables = Path(f"/proc/{next(iter(ranks(launcher).values()))}/environ").read_bytes().split(b"\0")
-    (found,) = (one.partition(b"=")[2] for one in variables if one.startswith(b"JAXSTACK_MEMORY_FOLDER="))
-    return Path(found.decode())
+    pid = next(iter(ranks(launcher).values()))
+    return Path(environment_of(pid)[memory_folder.VARIABLE])
 
 
 def copied(folder: Path, rank: int, kind: str = "own") -> list[int]:

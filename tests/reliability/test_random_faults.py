@@ -16,7 +16,7 @@ import pytest
 
 from jaxstack.checkpoint import memory_folder
 from jaxstack.launch.supervisor import free_port
-from tests.reliability.runs import FAULTY, Runs, end, finish, ranks
+from tests.reliability.runs import FAULTY, Runs, end, environment_of, finish, ranks
 from tests.reliability.test_memory import damage
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(7200)]
@@ -102,12 +102,8 @@ class Nodes:
     def folder(self, rank: int) -> Path | None:
         """The folder of copies of a node's process."""
         pid = self.pid(rank)
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            return None
-        prefix = f"{memory_folder.VARIABLE}=".encode()
-        return next((Path(one.removeprefix(prefix).decode()) for one in variables if one.startswith(prefix)), None)
+        found = None if pid is None else environment_of(pid).get(memory_folder.VARIABLE)
+        return None if found is None else Path(found)
 
 
 def kill_rank(nodes: Nodes) -> None:
@@ -181,7 +177,8 @@ MOST_WITHOUT_PROGRESS = 2
 def test_random_faults_lose_nothing(runs: Runs, changing, fault_minutes, record):
     """Faults while it trains, saves, restores, compiles or ends; then the losses are those of an unbroken run.
 
-    With nodes that come and go the order of sums changes, so that the losses agree up to rounding.
+    The first two faults are one after which it goes on from memory, and one after which only the disk is left. With
+    nodes that come and go the order of sums changes, so that the losses agree up to rounding.
     """
     seed = random.randrange(10**6)
     print(f"seed {seed}")
@@ -192,7 +189,11 @@ def test_random_faults_lose_nothing(runs: Runs, changing, fault_minutes, record)
     pending = 0
     began = time.monotonic()
     try:
-        nodes.wait_for_progress(1)
+        nodes.wait_for_progress(30)  # there are copies in memory, and a checkpoint
+        for fault in (kill_all_ranks, cut_power):
+            fault(nodes)
+            done[fault.__name__] += 1
+            nodes.wait_for_progress(1)
         while time.monotonic() < began + 60 * fault_minutes / 2:
             fault = chance.choice(FAULTS[changing])
             print(f"{time.monotonic() - began:.0f} s, step {nodes.step()}: {fault.__name__}", flush=True)
@@ -230,6 +231,7 @@ def test_random_faults_lose_nothing(runs: Runs, changing, fault_minutes, record)
     text = "\n".join(log.read_text() for log in nodes.logs.values())
     memory = len(re.findall(r"resuming from step \d+ \(from memory", text))
     disk = len(re.findall(r"resuming from step \d+ \((?!from memory)", text))
+    assert memory and disk, f"resumed {memory} times from memory, {disk} from disk"
     faults = ", ".join(f"{count} x {fault.replace('_', ' ')}" for fault, count in done.most_common())
     equal = f"within {worst:.1e} (relative) of" if changing else "bit-equal to"
     record(

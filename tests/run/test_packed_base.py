@@ -14,7 +14,7 @@ from jaxstack.compress.config import Recipe
 from jaxstack.config.loader import build_component
 from jaxstack.cost_model.cluster import parse_cluster
 from jaxstack.cost_model.forecast import forecast
-from jaxstack.cost_model.packed_base import PACKED_STATE, PackedSize, find_packed_base, packed_weights
+from jaxstack.cost_model.memory import PackedSize
 from jaxstack.errors import ConfigError
 from jaxstack.module_arrays.packed_base import NAME
 from jaxstack.parallel import ParallelConfig
@@ -22,7 +22,9 @@ from jaxstack.run.convert import export_checkpoint
 from jaxstack.run.evaluate import evaluate
 from jaxstack.run.load import load
 from jaxstack.run.train import Task
+from jaxstack.run_config import PACKED_STATE
 from jaxstack.stored import StoredModel
+from jaxstack.stored.packed_base import open_packed_base
 from tests.word_models import make_word_model
 
 RULES = {"layers": [{"path": "^decoder/", "method": "rtn", "bits": 4, "group_size": 16}]}
@@ -100,7 +102,7 @@ def test_losses_are_those_on_the_dequantized_values(both):
 
 def test_the_step_takes_packed_bytes_and_checkpoints_none_of_them(folder, both):
     (packed, _, _), (plain, _, _) = both
-    weights = packed_weights(folder / "tuned" / "base")
+    weights = open_packed_base(folder / "tuned" / "base").weights
     values = sum(int(np.prod(weight.shape)) for weight in weights.values())
     sizes = [trainer.program.compiled.memory_analysis().argument_size_in_bytes for trainer in (packed, plain)]
     assert sizes[1] - sizes[0] > (4 - 1.3) * values, "float32 against 4 bits and a scale for 16 of them, int4 as int8"
@@ -130,11 +132,11 @@ def test_a_stopped_run_goes_on_without_the_weights_that_it_started_from(folder, 
     _, _, found = run(folder, "stopped", folder / "stopped" / "config.yaml", "train.steps=4")
     np.testing.assert_allclose(found, both[0][2], rtol=1e-5)
     with pytest.raises(ConfigError, match="which this run cannot: parallel.tensor splits them"):
-        find_packed_base(load_config(folder / "stopped" / "config.yaml", ["parallel.tensor=2"]))
+        load_config(folder / "stopped" / "config.yaml", ["parallel.tensor=2"]).packed_base()
 
 
 def test_the_forecast_counts_packed_bytes(folder, both):
-    size = PackedSize.of(packed_weights(folder / "tuned" / "base"))
+    size = PackedSize.of(open_packed_base(folder / "tuned" / "base"))
     assert size.bytes == pytest.approx(size.values * (0.5 + 2 / 16)), "4 bits, and bfloat16 for 16 inputs"
     configs = (load_config(folder / name / "config.yaml") for name in ("tuned", "beside"))
     alone = [config.model_copy(update={"parallel": ParallelConfig()}) for config in configs]
@@ -144,12 +146,12 @@ def test_the_forecast_counts_packed_bytes(folder, both):
 
 def test_without_adapters_the_weights_are_unpacked(folder, both):
     config = load_config(folder / "tuned.yaml", ["run.name=other"])
-    assert find_packed_base(config) == folder / "packed"
+    assert config.packed_base().directory == folder / "packed"
     said = []
     stacked = config.model_copy(update={"model": config.model.model_copy(update={"scan_layers": True})})
-    assert find_packed_base(stacked, said.append) is None and "model.scan_layers stacks them" in said[0]
+    assert stacked.packed_base(said.append) is None and "model.scan_layers stacks them" in said[0]
     split = config.model_copy(update={"parallel": ParallelConfig(data=2, tensor=4)})
-    assert find_packed_base(split, said.append) is None and "parallel.tensor splits them" in said[1]
+    assert split.packed_base(said.append) is None and "parallel.tensor splits them" in said[1]
     plain = config.model_copy(update={"adapters": type(config.adapters)()})
-    assert find_packed_base(plain, said.append) is None and len(said) == 2
+    assert plain.packed_base(said.append) is None and len(said) == 2
     assert StoredModel.open(folder / "packed").packed

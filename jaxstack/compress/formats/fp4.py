@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxstack.compress.base import AfterTraining, Format
 from jaxstack.compress.formats.integer_grid import group_size_problem
+from jaxstack.compress.formats.lookup_table import nearest_centers
 from pallas_kernels.weight_only.formats import FP4_VALUES, powers_of_two
 from pallas_kernels.weight_only.packed import PackedWeight, pack_lookup
 
@@ -85,9 +86,9 @@ class Nf4Format(Format):
     def pack(self, w: Float[Array, "out in"]) -> PackedWeight:
         blocks = w.astype(jnp.float32).reshape(w.shape[0], -1, NF4_BLOCK)
         scales = jnp.max(jnp.abs(blocks), axis=-1)
-        middles = (NF4_VALUES[1:] + NF4_VALUES[:-1]) / 2
-        indices = jnp.searchsorted(jnp.asarray(middles), blocks / jnp.where(scales > 0, scales, 1.0)[..., None])
-        return pack_lookup(4, indices.reshape(w.shape), jnp.asarray(NF4_VALUES)[None], scales=scales)
+        values = jnp.asarray(NF4_VALUES)
+        indices = nearest_centers(blocks / jnp.where(scales > 0, scales, 1.0)[..., None], values)
+        return pack_lookup(4, indices.reshape(w.shape), values[None], scales=scales)
 
 
 class Mxfp4(AfterTraining):

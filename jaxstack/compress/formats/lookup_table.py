@@ -97,7 +97,9 @@ class LookupTable(Format):
     def pack(self, w: Float[Array, "out in"]) -> PackedWeight:
         patterns = bfloat16_patterns(w)
         codebook = find_cluster_centers(count_patterns(patterns), self.bits, self.iterations)
-        return pack_lookup(self.bits, _nearest(jnp.asarray(pattern_values()), codebook)[patterns], codebook[None])
+        return pack_lookup(
+            self.bits, nearest_centers(jnp.asarray(pattern_values()), codebook)[patterns], codebook[None]
+        )
 
 
 class KMeans(AfterTraining):
@@ -135,13 +137,15 @@ def find_cluster_centers(counts: Float[Array, "65536"], bits: int, iterations: i
     high = jnp.max(values, where=counts > 0, initial=-jnp.inf)
 
     def step(_: int, centers: jax.Array) -> jax.Array:
-        cluster = _nearest(values, centers)
+        cluster = nearest_centers(values, centers)
         weight = jnp.zeros(entries).at[cluster].add(counts)
         total = jnp.zeros(entries).at[cluster].add(counts * values)
         return jnp.sort(jnp.where(weight > 0, total / jnp.maximum(weight, 1), centers))
 
     def error(centers: jax.Array) -> jax.Array:
-        squares = jnp.square(centers[_nearest(values, centers)] - values)  # overflows for the largest, absent ones
+        squares = jnp.square(
+            centers[nearest_centers(values, centers)] - values
+        )  # overflows for the largest, absent ones
         return jnp.sum(jnp.where(counts > 0, counts * squares, 0.0))
 
     # All distinct weights if there are at most `entries`, otherwise the smallest ones.
@@ -152,6 +156,6 @@ def find_cluster_centers(counts: Float[Array, "65536"], bits: int, iterations: i
     return found[jnp.argmin(jax.vmap(error)(found))]
 
 
-def _nearest(values: Float[Array, " n"], centers: Float[Array, " entries"]) -> Int[Array, " n"]:
-    """Return for each value the index of its nearest center; the centers are ascending."""
+def nearest_centers(values: Float[Array, "*dims"], centers: Float[Array, " entries"]) -> Int[Array, "*dims"]:
+    """Return the index of the nearest center of each value, the lower one of a tie; the centers are ascending."""
     return jnp.searchsorted((centers[1:] + centers[:-1]) / 2, values)
