@@ -14,6 +14,7 @@ the same place measure in any order.
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -45,16 +46,21 @@ class Turn:
             self._files = [_locked(self._path, fcntl.LOCK_SH), _locked(f"{self._path}.{self._place}", fcntl.LOCK_SH)]
             os.environ.update(other_first_gpu(f"{self._path}.processes"))
 
-    def wait(self) -> None:
+    def wait(self, tell: Callable[[], object] = lambda: None) -> None:
         """Wait until no other process compiles or measures, and until all with smaller places have ended.
 
         This process is then the only one until it ends.
+
+        Args:
+            tell: is called about every ten seconds, to say that this process waits and does not hang.
         """
         if self._path is not None:
             fcntl.flock(self._files[0], fcntl.LOCK_UN)
             for place in range(self._place):
-                os.close(_locked(f"{self._path}.{place}", fcntl.LOCK_EX))
-            fcntl.flock(self._files[0], fcntl.LOCK_EX)
+                file = _opened(f"{self._path}.{place}")
+                _lock_alone(file, tell)
+                os.close(file)
+            _lock_alone(self._files[0], tell)
 
     @contextmanager
     def memory(self) -> Iterator[None]:
@@ -95,9 +101,26 @@ def other_first_gpu(path: str) -> dict[str, str]:
 
 def _locked(path: str, kind: int) -> int:
     """Lock a file, which is created if it is missing, and return its descriptor."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    file = _opened(path)
     fcntl.flock(file, kind)
     return file
+
+
+def _opened(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def _lock_alone(file: int, tell: Callable[[], object]) -> None:
+    """Wait until no other process holds a lock on the file, and lock it exclusively."""
+    told = time.monotonic()
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
+        if time.monotonic() > told + 10:
+            told = time.monotonic()
+            tell()
 
 
 @contextmanager

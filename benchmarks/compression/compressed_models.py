@@ -9,7 +9,8 @@ A model of Llama's shape trains on the source code of the installed packages and
 numbers; a run that was trained before with the same settings is taken from `--folder`. Each recipe then runs in a
 process of its own, `--together` of them at a time, which take turns when they measure speed. Its row is appended to
 benchmarks/results/compressed_models.jsonl as soon as it ends. A recipe has `--limit` seconds each for compression with
-the loss, for the tasks and for decoding; one that exceeds them keeps the fields that it has measured (`failed`).
+the loss, for the tasks and for decoding, without its wait for the others; one that exceeds them keeps the fields that
+it has measured (`failed`).
 
     bytes      of all parameters as stored; `smaller`: bfloat16's over them
     loss       held-out, of source code, in nats a token; `rise`: minus bfloat16's
@@ -215,7 +216,7 @@ def decoding_speed(decoder: Any, size: Size, turn: Turn) -> Row:
     with record_choices() as choices:
         for rows in size.rows:  # compiles while others use the GPU
             list(decoder.generate([[1] * size.prompt] * rows, size.answer, Sampling(temperature=0.0)))
-    turn.wait()
+    turn.wait(lambda: print("waiting for the other recipes", flush=True))
     found = {rows: 1e3 * measure_decoding(decoder, rows, size.prompt, size.answer)[1] for rows in size.rows}
     backends = sorted({choice.backend for choice in choices if choice.operation == "packed_matmul"})
     return {"milliseconds_by_rows": found, "backends": backends}

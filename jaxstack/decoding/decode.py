@@ -1,5 +1,6 @@
 """A model on its mesh with its parameters in the compute dtype, from which text is generated and scored."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -127,6 +129,21 @@ class ModelOnMesh:
         self.module = ModuleArrays(make_joined)
         self.params = self.module.split(model)[0]
 
+    def split_replicas(self) -> list["ModelOnMesh"]:
+        """Return the data-parallel replicas of the model, each on its own mesh, without copying arrays."""
+        mesh = self.rules.mesh
+        axis = mesh.axis_names.index("data")
+        if mesh.devices.shape[axis] == 1:
+            return [self]
+        replicas = []
+        for devices in np.split(mesh.devices, mesh.devices.shape[axis], axis):
+            rules = dataclasses.replace(self.rules, mesh=Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
+            params, non_params = jax.tree.map(
+                lambda x, mesh=rules.mesh: _part_on(x, mesh), (self.params, self.non_params)
+            )
+            replicas.append(ModelOnMesh(self.module, params, non_params, rules, self.layout))
+        return replicas
+
     @property
     def batch_unit(self) -> int:
         """Number of devices over which a batch is split; a batch size should be a multiple of it."""
@@ -177,6 +194,16 @@ class ModelOnMesh:
                 f"the token id {highest} is outside of the model's vocabulary of {self.config.vocab_size} ids. If a "
                 "tokenizer wrote it, that tokenizer belongs to another model."
             )
+
+
+def _part_on(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """Return the replica of an array that lies on the devices of `mesh`, without copying."""
+    spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else jax.P()
+    devices = set(mesh.devices.flat)
+    shards = [shard.data for shard in x.addressable_shards if shard.device in devices]
+    if not shards:  # x is on a single device outside of this mesh
+        return jax.device_put(x, NamedSharding(mesh, spec))
+    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, spec), shards)
 
 
 def cast_shapes(module: ModuleArrays, rules: AxisRules) -> Params:

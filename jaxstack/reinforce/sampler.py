@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,7 +96,8 @@ class Sampler:
     Weights stay on the devices: they are copied, cast to the compute dtype and unrolled there, adapters are merged, and
     they are laid out as the engine needs them, whole on each device but for tensor parallelism; there, projections of
     the same input are one layer. Between rollouts they and the cache of keys and values are freed. Of several
-    processes each has a sampler of its own, which uses the process's devices alone.
+    processes each has a sampler of its own, which uses the process's devices alone. Each device, or group of devices of
+    tensor parallelism, has an engine with its share of the answers, so that devices exchange nothing while they sample.
 
     The tokens of a prompt are computed once, except for those after its last full page of the cache, however many
     answers it has.
@@ -145,8 +147,8 @@ class Sampler:
         self._shardings = _shardings(self._module, self._rules)
         self._config = config
         self._size = size
-        unit = self._rules.degree(self._rules.table["batch"])
-        slots = -(-(config.slots or min(size.answers, _MOST_SLOTS)) // unit) * unit
+        replicas = self._rules.mesh.shape["data"]
+        slots = -(-config.slots // replicas) if config.slots else min(-(-size.answers // replicas), _MOST_SLOTS)
         self._engine_config = EngineConfig(
             slots=slots,
             context=size.context,
@@ -159,7 +161,8 @@ class Sampler:
         self._vocab_size = vocab_size
         self._stop_tokens = stop_tokens
         self._records_experts = records_experts
-        self._engine: Engine | None = None
+        self._engines: list[Engine] = []
+        """An engine for each replica of the model on the process's devices; none before the first weights."""
         self._shares = False
         """True: answers share the pages of their prompt."""
 
@@ -204,37 +207,41 @@ class Sampler:
             self._load(params)
 
     def _load(self, params: Dict) -> None:
-        if self._engine is None:
-            model = ModelOnMesh(self._module, params, self._non_params, self._rules)
-            if self._records_experts and not has_pages(model):
-                raise ConfigError(
-                    "policy.router_replay records experts beside keys and values, and the model has no layer with keys "
-                    "and values; set it to false."
-                )
-            if self._exact:
-                model.compiler_options = {**(model.compiler_options or {}), **exact_options()}
-            self._shares = shares_pages(model) and self._size.longest > self._config.page_size
-            self._engine = Engine(
-                model,
-                self._engine_config,
-                vocab_size=self._vocab_size,
-                stop_tokens=self._stop_tokens,
-                shapes=self._step_shapes(model.batch_unit),
-                make_programs=ExpertPrograms if self._records_experts else ScoredPrograms,
-                warm_up=False,
-                start=False,
-            )
+        models = ModelOnMesh(self._module, params, self._non_params, self._rules).split_replicas()
+        if not self._engines:
+            self._engines = [self._open(model) for model in models]
             return
-        self._engine.model.load(params, self._non_params)
-        self._engine.programs.allocate()
+        for engine, model in zip(self._engines, models, strict=True):
+            engine.model.load(model.params, model.non_params)
+            engine.programs.allocate()
+
+    def _open(self, model: ModelOnMesh) -> Engine:
+        if self._records_experts and not has_pages(model):
+            raise ConfigError(
+                "policy.router_replay records experts beside keys and values, and the model has no layer with keys "
+                "and values; set it to false."
+            )
+        if self._exact:
+            model.compiler_options = {**(model.compiler_options or {}), **exact_options()}
+        self._shares = shares_pages(model) and self._size.longest > self._config.page_size
+        return Engine(
+            model,
+            self._engine_config,
+            vocab_size=self._vocab_size,
+            stop_tokens=self._stop_tokens,
+            shapes=self._step_shapes(),
+            make_programs=ExpertPrograms if self._records_experts else ScoredPrograms,
+            warm_up=False,
+            start=False,
+        )
 
     def unload(self) -> None:
         """Free the weights and the cache until `load` is called again."""
-        if self._engine is not None:
-            with self._borrow():
-                self._engine.pool.clear_cache()
-                self._engine.programs.free()
-                self._engine.model.unload()
+        with self._borrow():
+            for engine in self._engines:
+                engine.pool.clear_cache()
+                engine.programs.free()
+                engine.model.unload()
 
     @property
     def experts_shape(self) -> tuple[int, int] | None:
@@ -245,7 +252,7 @@ class Sampler:
     @property
     def compiled(self) -> int:
         """Number of programs that were compiled so far."""
-        return 0 if self._engine is None else self._engine.programs.compiled
+        return sum(engine.programs.compiled for engine in self._engines)
 
     def sample(
         self,
@@ -267,14 +274,14 @@ class Sampler:
           enough: is told after each step of the engine which answers have ended. If it returns True, the others stay as
             they are. None: all of them end.
         """
-        assert self._engine is not None, "load weights first"
-        engine = self._engine
+        assert self._engines, "load weights first"
         asked = list(zip(prompts, max_tokens, temperatures, seeds, strict=True))
         known = begun or [NOT_BEGUN] * len(asked)
         left = [number for number, answer in enumerate(known) if not answer.ended]
+        shares = list(zip(self._engines, _split_evenly(left, len(self._engines)), strict=True))
         requests: dict[int, Request] = {}
 
-        def submit(number: int) -> None:
+        def submit(engine: Engine, number: int) -> None:
             prompt, most, temperature, seed = asked[number]
             sampling = Sampling(max(temperature, _GREEDY))
             requests[number] = engine.submit(prompt, most, sampling, seed=seed, answer=known[number].tokens)
@@ -282,15 +289,17 @@ class Sampler:
         def has_ended(number: int) -> bool:
             return number not in requests or requests[number].finish_reason is not None
 
-        for number in self._first_of_each(prompts, left):
-            submit(number)
+        for engine, share in shares:
+            for number in self._first_of_each(prompts, share):
+                submit(engine, number)
         while any(request.filled < request.target for request in requests.values()):
-            self._step(engine)
-        for number in left:
-            if number not in requests:
-                submit(number)
+            self._step()
+        for engine, share in shares:
+            for number in share:
+                if number not in requests:
+                    submit(engine, number)
         stopped = False
-        while self._step(engine):
+        while self._step():
             if enough is not None and not stopped and enough([*map(has_ended, range(len(known)))]):
                 stopped = True
                 for request in requests.values():
@@ -317,31 +326,28 @@ class Sampler:
             experts,
         )
 
-    def _step(self, engine: Engine) -> bool:
+    def _step(self) -> bool:
+        """Run a step of each engine; each waits for the one before its newest, so that all devices work."""
         with self._borrow(), batch_invariant(self._exact):
-            return engine.step()
+            return any([engine.step() for engine in self._engines])
 
-    def _step_shapes(self, unit: int) -> StepShapes:
-        """Return the shapes of the engine's steps: all answers or, towards the end, a quarter; many prompts at a time.
-
-        Args:
-          unit: number of devices that the rows are split over.
-        """
+    def _step_shapes(self) -> StepShapes:
+        """Return the shapes of an engine's steps: all answers or, at the end, a quarter; many prompts at a time."""
         slots = self._engine_config.slots
 
         def rows_of(width: int) -> int:
-            return min(slots, max(1, _STEP_TOKENS // (width * unit)) * unit)
+            return min(slots, max(1, _STEP_TOKENS // width))
 
         width = min(self._size.longest, _STEP_TOKENS)
         rows = rows_of(width)
         chunks = set[ChunkShape]()
         if self._shares:
-            rows = min(rows, -(-self._size.prompts // unit) * unit)
+            rows = min(rows, -(-self._size.prompts // self._rules.mesh.shape["data"]))
             page = self._config.page_size
             chunks.add(ChunkShape(rows_of(page), page))  # ends of prompts, whose other tokens are in the cache
-        chunks |= {ChunkShape(rows, width), ChunkShape(_split(rows, 8, unit), width)}
+        chunks |= {ChunkShape(rows, width), ChunkShape(_part(rows, 8), width)}
         ordered = sorted(chunks, key=lambda shape: (shape.rows * shape.width, shape.width))
-        return StepShapes(tuple(sorted({slots, _split(slots, 4, unit)})), tuple(ordered), constant_steps=True)
+        return StepShapes(tuple(sorted({slots, _part(slots, 4)})), tuple(ordered), constant_steps=True)
 
     def _first_of_each(self, prompts: Sequence[Sequence[int]], left: Sequence[int]) -> list[int]:
         """Return the numbers of the answers in `left` that are the first to their prompts, of those that start at once.
@@ -379,6 +385,12 @@ def _local_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     )
 
 
-def _split(rows: int, parts: int, unit: int) -> int:
-    """Return a part of the rows that the devices divide, at least 2; all of them if they are few."""
-    return rows if rows < 2 * parts else max(2, -(-rows // parts // unit) * unit)
+def _part(rows: int, parts: int) -> int:
+    """Return a part of the rows, at least 2; all of them if they are few."""
+    return rows if rows < 2 * parts else -(-rows // parts)
+
+
+def _split_evenly(numbers: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """Split numbers into parts of equal size, up to one: neighbours, such as answers to one prompt, stay together."""
+    bounds = [part * len(numbers) // parts for part in range(parts + 1)]
+    return [numbers[first:end] for first, end in itertools.pairwise(bounds)]

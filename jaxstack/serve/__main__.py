@@ -176,11 +176,10 @@ def _serve(args: argparse.Namespace) -> int | None:
 def _plan(model: "Decoder", config: "EngineConfig", draft: "Decoder | None") -> str:
     """Return what a server of these sizes keeps in the memory of each replica's devices."""
     from jaxstack.decoding.memory_plan import describe_memory
-    from jaxstack.serve.engine import split_replicas
 
-    first, *others = split_replicas(model)
+    first, *others = model.split_replicas()
     lines = [f"{1 + len(others)} replicas (parallel.data), each with:"] if others else []
-    return "\n".join([*lines, describe_memory(first, config, None if draft is None else split_replicas(draft)[0])])
+    return "\n".join([*lines, describe_memory(first, config, None if draft is None else draft.split_replicas()[0])])
 
 
 def _read_key(variable: str) -> str | None:

@@ -1,12 +1,7 @@
 """Data-parallel serving: one engine for each replica of the model, and distribution of requests over them."""
 
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
-
-import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.engine import Engine, EngineBusy
@@ -104,36 +99,10 @@ def open_engine(
     warm_up: bool = True,
 ) -> Engine | EngineGroup:
     """Start and return an `Engine` that serves a model, or an `EngineGroup` if it has data-parallel replicas."""
-    models = split_replicas(model)
-    drafts = [None] * len(models) if draft is None else split_replicas(draft)
+    models = model.split_replicas()
+    drafts = [None] * len(models) if draft is None else draft.split_replicas()
     engines = [
         Engine(m, config, vocab_size=vocab_size, stop_tokens=stop_tokens, draft=d, warm_up=warm_up)
         for m, d in zip(models, drafts, strict=True)
     ]
     return engines[0] if len(engines) == 1 else EngineGroup(engines)
-
-
-def split_replicas(model: ModelOnMesh) -> list[ModelOnMesh]:
-    """Split a model into its data-parallel replicas, each on its own mesh, without copying arrays."""
-    mesh = model.rules.mesh
-    axis = mesh.axis_names.index("data")
-    if mesh.devices.shape[axis] == 1:
-        return [model]
-    copies = []
-    for devices in np.split(mesh.devices, mesh.devices.shape[axis], axis):
-        rules = dataclasses.replace(model.rules, mesh=Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
-        params, non_params = jax.tree.map(
-            lambda x, mesh=rules.mesh: _part_on(x, mesh), (model.params, model.non_params)
-        )
-        copies.append(ModelOnMesh(model.module, params, non_params, rules, model.layout))
-    return copies
-
-
-def _part_on(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return the replica of an array that lies on the devices of `mesh`, without copying."""
-    spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else jax.P()
-    devices = set(mesh.devices.flat)
-    shards = [shard.data for shard in x.addressable_shards if shard.device in devices]
-    if not shards:  # x is on a single device outside of this mesh
-        return jax.device_put(x, NamedSharding(mesh, spec))
-    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, spec), shards)

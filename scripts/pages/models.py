@@ -18,16 +18,18 @@ def hybrids() -> str:
         [
             model,
             f"{rows[0]['parameters'] / 1e6:.1f} million",
-            *(", ".join(f"{row[key]:.3f}" for row in rows) for key in ("final_loss", "eval_loss", "eval_loss_ratio")),
+            *(", ".join(f"{row[key]:.3f}" for row in rows) for key in ("final_loss", "eval_loss")),
+            # A model may be drawn in a later run than the Transformer of the same seeds.
+            ", ".join(
+                f"{row['eval_loss'] / base['eval_loss']:.3f}" for row, base in zip(rows, models[BASE], strict=True)
+            ),
         ]
         for model, rows in models.items()
     ]
     titles = ["model", "parameters", "loss, last tenth", "held-out loss", "ratio to the Transformer's"]
     last = models[BASE][-1]
-    source = (
-        f"{last['tokens'] / 1e6:.1f} million tokens in steps of 32 x 1024; {last['device']}, {last['date'][:10]}, "
-        f"commit {last['commit'][:7]}."
-    )
+    commits = ", ".join(f"{model}: commit {rows[-1]['commit'][:7]}" for model, rows in models.items())
+    source = f"{last['tokens'] / 1e6:.1f} million tokens in steps of 32 x 1024; {last['device']}; {commits}."
     return f"{table(titles, lines)}\n\n{source}"
 
 

@@ -50,17 +50,19 @@ def decoding() -> str:
 
 
 def hybrids() -> str:
-    """Return steps of a hybrid and of a Transformer of its size, compared where they are of one commit and machine."""
+    """Return steps of a hybrid and of a Transformer of its size, of the newest commit at which both were measured."""
     rows = [row for row in read_all(RESULTS / "generate.jsonl") if _FILLED.fullmatch(row["work"])]
     found = dict[tuple[int, int, str], dict[bool, Row]]()
     for row in sorted(rows, key=lambda row: row["date"]):
         attention, batch, tokens = _FILLED.fullmatch(row["work"]).groups()  # pyright: ignore[reportOptionalMemberAccess]
         found.setdefault((int(tokens), int(batch), row["commit"][:7]), {})[attention is not None] = row
+    newest = {key[:2]: (both[False], both[True], key[2]) for key, both in found.items() if len(both) == 2}
     lines = []
-    for (tokens, batch, commit), both in sorted(found.items(), key=lambda item: item[0][:2]):  # then by date
-        cells = [f"{both[kind]['milliseconds']:.2f}" if kind in both else "" for kind in (False, True)]
-        ratio = both[True]["milliseconds"] / both[False]["milliseconds"] if len(both) == 2 else None
-        lines.append([f"{batch} x {tokens:,}", *cells, f"{ratio:.2f}" if ratio else "", commit])
+    for (tokens, batch), (hybrid, attention, commit) in sorted(newest.items()):
+        times = [row["milliseconds"] for row in (hybrid, attention)]
+        lines.append(
+            [f"{batch} x {tokens:,}", *(f"{time:.2f}" for time in times), f"{times[1] / times[0]:.2f}", commit]
+        )
     titles = ["texts x tokens in the cache", "hybrid, ms", "Transformer, ms", "times as fast", "commit"]
     return f"{table(titles, lines)}\n\n{', '.join(dict.fromkeys(row['device'] for row in rows))}."
 

@@ -29,7 +29,7 @@ def test_answers_share_the_tokens_of_their_prompt(scan):
         return [answer.tokens for answer in answers]
 
     together = sample([first, first, first, second, second, second], [1, 2, 2, 1, 2, 3])
-    stats = sampler._engine.stats
+    stats = sampler._engines[0].stats
     assert stats.computed_tokens == 2 * 11 + 4 * (11 - 8), "all but the last page, which is not full, are shared"
     compiled = sampler.compiled
     assert together == sample([first, first, first, second, second, second], [1, 2, 2, 1, 2, 3])
@@ -46,7 +46,7 @@ def test_a_further_turn_computes_its_new_tokens():
     prompts = np.random.default_rng(0).integers(0, VOCABULARY, (4, 5)).tolist()
     sampler.load(sampler.weights(trainer.state))
     first = sampler.sample(prompts, [6] * 4, [1.0] * 4, [1, 2, 3, 4])
-    stats = sampler._engine.stats
+    stats = sampler._engines[0].stats
     before = stats.computed_tokens
     longer = [[*prompt, *answer.tokens, 1, 2, 3] for prompt, answer in zip(prompts, first, strict=True)]
     second = sampler.sample(longer, [3, 4, 5, 6], [1.0] * 4, [1, 2, 3, 4])
@@ -55,6 +55,33 @@ def test_a_further_turn_computes_its_new_tokens():
     sampler.unload()
     sampler.load(sampler.weights(trainer.state))
     assert second == sampler.sample(longer, [3, 4, 5, 6], [1.0] * 4, [1, 2, 3, 4]), "as from an empty cache"
+
+
+@pytest.mark.longer
+def test_each_device_samples_its_share_by_itself():
+    """Two devices of fsdp answer half of the prompts each, with programs of one device; texts are those of one."""
+    size = SamplerSize(prompts=4, answers=8, requests=8, longest=7, context=16)
+    prompts = np.random.default_rng(0).integers(0, VOCABULARY, (4, 7)).tolist()
+    asked = [prompt for prompt in prompts for _ in range(2)]
+    sampled = []
+    for devices in (1, 2):
+        trainer = make_trainer(small_config("model.num_kv_heads=4", f"parallel={{data: 1, fsdp: {devices}}}"))
+        sampler = Sampler(trainer, SamplerConfig(page_size=4), size, vocab_size=VOCABULARY, stop_tokens=frozenset())
+        compiled = []
+        for _ in range(2):
+            sampler.load(sampler.weights(trainer.state))
+            answers = sampler.sample(asked, [6] * 8, [1.0] * 8, [*range(8)])
+            compiled.append(sampler.compiled)
+            sampler.unload()
+        assert compiled[0] == compiled[1], "later rollouts compile nothing"
+        engines = sampler._engines
+        assert [engine.model.rules.mesh.size for engine in engines] == [1] * devices
+        assert [engine.stats.finished.total() for engine in engines] == [16 // devices] * devices
+        sampled.append(answers)
+    one, two = sampled
+    assert [answer.tokens for answer in one] == [answer.tokens for answer in two]
+    for first, second in zip(one, two, strict=True):
+        np.testing.assert_allclose(first.log_probabilities, second.log_probabilities, atol=1e-5)
 
 
 def after_steps(count: int) -> Callable[[Sequence[bool]], bool]:
