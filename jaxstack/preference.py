@@ -371,30 +371,51 @@ def _sequences(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
 
 
 _EXCLUDED = (
-    ("pipeline", "the loss compares whole sequences, which no stage has", "parallel.pipeline"),
     ("dropout", "rewards are differences to a model without dropout", "model.dropout"),
     ("batch ramp", "it counts the tokens of single sequences", "train.batch_ramp"),
     ("distillation", "both are losses of the whole run", "distill.teacher"),
     ("Sophia", "labels cannot be sampled for a pair of answers", "optimizer.name={optimizer.name}"),
 )
+_FP8 = tuple(f"FP8 ({name})" for name in ("current", "delayed", "blockwise"))
 FEATURES = (
     Feature(
         "preferences",
         "preference",
         lambda preference: preference.loss is not None,
-        ("preference.loss=dpo", f"preference.reference={MODEL_DIRECTORY}"),
         excludes=tuple(
             Excludes(other, reason, f"preference.loss does not support {key}: {reason}; remove one of them.")
             for other, reason, key in _EXCLUDED
         ),
+    ),
+    Feature(
+        "preferences without reference",
+        "preference",
+        lambda preference: preference.loss is not None and not preference.computes_reference,
+        ("preference.loss=simpo",),
+        also=("preferences",),
+    ),
+    Feature(
+        "preferences with reference",
+        "preference",
+        lambda preference: preference.computes_reference,
+        ("preference.loss=dpo", f"preference.reference={MODEL_DIRECTORY}"),
+        excludes=(
+            Excludes(
+                "pipeline",
+                "a step would need a second pass through the stages, for the reference",
+                "preference.loss={preference.loss} computes its reference in each step, which parallel.pipeline="
+                "{parallel.pipeline} does not support; set preference.cache_reference=true, or parallel.pipeline=1.",
+            ),
+        ),
         remarks=tuple(
             Remark(
-                f"FP8 ({name})",
+                name,
                 "a separate reference model computes without FP8, so that rewards do not begin at 0",
                 slower=False,
             )
-            for name in ("current", "delayed", "blockwise")
+            for name in _FP8
         ),
+        also=("preferences",),
     ),
 )
 """Features of preference training, see `jaxstack.config.features`."""

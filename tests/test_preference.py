@@ -209,8 +209,20 @@ ROBUST = ["preference.loss=robust", "preference.label_smoothing=0.1", "preferenc
         (ROBUST, ["parallel.context=2", "parallel.fsdp=2", "train.gradient_accumulation=2"]),
         (["preference.loss=kto", "optimizer.learning_rate=0.003"], ["parallel.context=4"]),
         (["preference.loss=reward_model"], ["parallel.context=2", "parallel.tensor=2"]),
+        (["preference.loss=simpo"], ["parallel.pipeline=2", "parallel.fsdp=2", "parallel.microbatches=2"]),
+        (["preference.loss=reward_model"], ["parallel.pipeline=2", "parallel.tensor=2"]),
+        (["preference.loss=orpo"], ["parallel.pipeline=2", "parallel.context=2"]),
     ],
-    ids=["robust", "kto", "robust_context", "kto_context", "reward_model_context"],
+    ids=[
+        "robust",
+        "kto",
+        "robust_context",
+        "kto_context",
+        "reward_model_context",
+        "simpo_pipeline",
+        "reward_model_pipeline",
+        "orpo_pipeline_context",
+    ],
 )
 def test_pairs_split_over_devices_and_microbatches_train_as_on_one_device(start, settings, layout):
     (one, _), (several, _) = (take_steps(start, *settings, *more, count=3) for more in ([], layout))

@@ -99,6 +99,9 @@ def test_a_cached_reference_gives_the_same_run(folder, tuned, monkeypatch):
     split = [*cached, "run.name=split", "parallel.context=2", "parallel.fsdp=2", "train.steps=1"]
     first = train(load_config(folder / "dpo.yaml", split)).metrics
     assert first["loss"] == LOG_2 and abs(first["margin"]) < 1e-5
+    staged = [*cached, "run.name=staged", "parallel={pipeline: 2, fsdp: 2, data: 2}"]
+    found = train(load_config(folder / "dpo.yaml", staged)).metrics
+    assert (found["loss"], found["eval_loss"]) == pytest.approx((tuned["loss"], tuned["eval_loss"]), rel=1e-5)
     # The same values are read, those of other rows are not.
     monkeypatch.setattr("jaxstack.run.reference._Reference", None)
     again = train(load_config(folder / "dpo.yaml", [*cached, "run.name=again", "train.steps=1"])).metrics
@@ -159,7 +162,7 @@ def test_its_own_pairs_are_no_text_to_evaluate_on(folder, tuned, capsys):
         (["model.dropout=0.1"], "preference.loss does not support model.dropout"),
         (["adapters.rules=[{path: mlp, dropout: 0.1}]"], "set the dropout of all adapters.rules to 0"),
         (["train.z_loss=0.1"], "preference.loss does not support train.z_loss (0.1)"),
-        (["parallel={pipeline: 2}"], "preference.loss does not support parallel.pipeline"),
+        (["parallel={pipeline: 2}"], "set preference.cache_reference=true, or parallel.pipeline=1"),
         (["data.augmentations=[{name: token_dropout, rate: 0.1}]"], "data.augmentations change rows of text"),
         (["train.sequence_length=6"], "set data.chat.too_long to drop, as answers are not cut"),
     ],
