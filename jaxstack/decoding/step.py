@@ -32,7 +32,7 @@ from jaxstack.decoding.sampling import Mode, RowSampling, Sampling, apply_bitmas
 from jaxstack.decoding.schedule import Row
 from jaxstack.decoding.scores import pack_scores
 from jaxstack.decoding.step_shapes import ChunkShape
-from jaxstack.distributed.xla_options import OptionValue, half_batch_options
+from jaxstack.distributed.xla_options import OptionValue, half_batch_options, without_graph_options
 from jaxstack.models.adapters import without_adapters
 from jaxstack.models.layer import CacheRoom
 from jaxstack.parallel.sharding_context import logical_axis_rules
@@ -40,6 +40,8 @@ from pallas_kernels.target import current_target
 
 _NO_LIMIT = 2**31 - 1
 """Largest int32, which is no limit of the number of tokens to sample from."""
+_LONG_STEP = 256
+"""Tokens from which a step's kernels take longer than their launch."""
 _SCORE_BLOCK = 64
 """Tokens of prompts that are scored at a time."""
 
@@ -53,6 +55,8 @@ class StepVariant(NamedTuple):
     """Compute with the places for adapters."""
     many: bool = False
     """The products have more rows than those whose inputs FP8 leaves as they are, see `ModelOnMesh.options`."""
+    long: bool = False
+    """Launch kernels one by one, instead of as a CUDA graph that is recorded first."""
 
 
 class Programs:
@@ -128,7 +132,7 @@ class Programs:
         self._pool = self.compiler.jit(self._pool_step, out_shardings=whole)
         self._forward = dict[StepVariant, Any]()
         self._advance = dict[StepVariant, Any]()
-        for variant in itertools.starmap(StepVariant, itertools.product((False, True), repeat=3)):
+        for variant in itertools.starmap(StepVariant, itertools.product((False, True), repeat=4)):
             options = _compiler_options(model, variant)
             self._forward[variant] = self.compiler.jit(
                 partial(self._forward_step, variant=variant),
@@ -136,6 +140,8 @@ class Programs:
                 out_shardings=(whole, layout, whole),
                 compiler_options=options,
             )
+            if variant.long:
+                continue  # programs of several steps have few tokens in each
             self._advance[variant] = self.compiler.jit(
                 partial(self._decode_steps, variant=variant),
                 static_argnames=("most", "steps", "mode") if constant_steps else "most",
@@ -315,7 +321,8 @@ class Programs:
         # A single row would be split between its tokens, and drafts run before the tokens that they follow.
         halves = halves and (recent is None or len(rows) > 1)
         adapted = self._is_adapted(rows) or (chunks is not None and self._is_adapted(chunks))
-        logits, self._pages, self.states = self._forward[StepVariant(halves, adapted, has_many(count))](
+        variant = StepVariant(halves, adapted, has_many(count), count >= _LONG_STEP)
+        logits, self._pages, self.states = self._forward[variant](
             model.params, model.non_params, self._last, rows, drafted, recent, chunks, tokens, pages=self._pages
         )
         return logits
@@ -559,11 +566,12 @@ class ScoredPrograms(Programs):
 
 
 def _compiler_options(model: ModelOnMesh, variant: StepVariant) -> dict[str, OptionValue] | None:
-    """Return XLA's options for a program that runs the model, on two halves of its tokens or on all at once."""
+    """Return XLA's options for the programs of a variant of steps; None: the defaults."""
     options = model.options(many=variant.many)
-    if not variant.halves or current_target().platform != "cuda":
+    if current_target().platform != "cuda" or not (variant.halves or variant.long):
         return options
-    return {**(options or {}), **half_batch_options()}
+    halves = half_batch_options() if variant.halves else {}
+    return {**(options or {}), **halves, **(without_graph_options() if variant.long else {})}
 
 
 def limit_vocabulary(logits: Float[Array, "*R V"], size: int | None) -> Float[Array, "*R V"]:

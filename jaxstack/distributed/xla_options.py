@@ -80,6 +80,15 @@ HALF_BATCHES = (
     ),
 )
 """Options of inference programs that run a model on two halves of a batch, see `jaxstack.decoding.rows`."""
+WITHOUT_GRAPH = (
+    Option(
+        "xla_gpu_enable_command_buffer",
+        "",
+        "XLA would record all kernels of the program in a CUDA graph before the first one runs. Where kernels take "
+        "longer than their launch, it is faster to launch them one by one while the device computes.",
+    ),
+)
+"""Options of inference programs of many tokens, see `jaxstack.decoding.step`."""
 NARROW_ON_CPU = (
     Option(
         "xla_cpu_experimental_ynn_fusion_type",
@@ -139,6 +148,11 @@ def packed_many_row_options(
       weights, dtype, partitioned: as in `pallas_kernels.weight_only.api.many_row_options`.
     """
     return translate_options(many_row_options(weights, dtype, partitioned=partitioned))[0]
+
+
+def without_graph_options() -> dict[str, OptionValue]:
+    """Return the supported XLA options for GPU programs that launch their kernels one by one, without a CUDA graph."""
+    return translate_options({option.name: option.value for option in WITHOUT_GRAPH})[0]
 
 
 def half_batch_options() -> dict[str, OptionValue]:
