@@ -17,7 +17,9 @@ from .sbp import split as split
 from .shard_map_layers import TokenSplit as TokenSplit
 from .shard_map_layers import context_axis as context_axis
 from .shard_map_layers import context_bandwidth as context_bandwidth
+from .shard_map_layers import splits_heads_alone as splits_heads_alone
 from .shard_map_layers import with_local_batch as with_local_batch
+from .shard_map_layers import with_local_cache as with_local_cache
 from .shard_map_layers import with_local_heads as with_local_heads
 from .shard_map_layers import with_local_tokens as with_local_tokens
 from .sharding_context import ShardingContext as ShardingContext

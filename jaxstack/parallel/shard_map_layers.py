@@ -32,6 +32,9 @@ from jaxstack.parallel.weight_gather import Exchange, dims_of, exchange, gather_
 from pallas_kernels import PackedWeight
 from pallas_kernels.attention.context_layout import LINK_BANDWIDTH, NETWORK_BANDWIDTH
 
+Cache = TypeVar("Cache")
+"""A layer's cache: a tree of arrays."""
+
 
 def with_local_heads(
     function: Callable[..., jax.Array],
@@ -99,6 +102,52 @@ def with_local_heads(
         axis_names=free,  # all of them: XLA refuses a kernel, or crashes, under automatic axes
         check_vma=False,
     )(q, k, v, *batched, *per_token, *whole, *per_head)
+
+
+def with_local_cache(
+    function: Callable[..., tuple[jax.Array, Cache]], heads: jax.Array, cache: Cache, *whole: Any
+) -> tuple[jax.Array, Cache]:
+    """Apply a decoding function inside a `shard_map`, on each device's heads and its part of their cache.
+
+    Only on a mesh that `splits_heads_alone`.
+
+    Args:
+      function: takes the heads, the cache, and `whole`; returns [B, T, N, H] and the cache.
+      heads: [B, T, all heads, H], in the order of the devices.
+      cache: arrays [..., K, H].
+      whole: trees of arrays that are replicated to every device, and of static values.
+    """
+    context = current_context()
+    assert context is not None
+    rules = context.rules
+    inner = context.within(rules.free)
+    leaves, tree = jax.tree.flatten(whole)
+    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+
+    def local(heads: jax.Array, cache: Cache, arrays: list[jax.Array]) -> tuple[jax.Array, Cache]:
+        rest = iter(arrays)
+        own = [next(rest) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+        with inner.entered():
+            return function(heads, cache, *tree.unflatten(own))
+
+    split = PartitionSpec(None, None, "tensor")
+    parts = jax.tree.map(lambda x: PartitionSpec(*[None] * (x.ndim - 2), "tensor"), cache)
+    return jax.shard_map(
+        local,
+        mesh=None if rules.manual else rules.mesh,
+        in_specs=(split, parts, PartitionSpec()),
+        out_specs=(split, parts),
+        axis_names=set(rules.free),
+        check_vma=False,
+    )(heads, cache, [leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
+
+
+def splits_heads_alone(parts: int) -> bool:
+    """Return True if XLA splits arrays over `parts` devices of the axis `tensor`, and over no other axis."""
+    rules = current_rules()
+    if rules is None or rules.manual:
+        return False
+    return {axis: size for axis, size in rules.mesh.shape.items() if size > 1} == {"tensor": parts}
 
 
 def context_axis() -> str | None:

@@ -167,4 +167,6 @@ def test_the_sums_of_a_step_are_kernels_which_end_no_cuda_graph():
     program = compiled_steps(make_rules(hopper_mesh(axes)), joined=True, sums="auto")
     # The embedding's rows, then one after attention and one after the MLP of each layer.
     assert program.count('custom_call_target="mosaic_gpu_v2"') == 5
+    # One kernel a layer rotates the device's heads and writes their keys and values to its part of the cache.
+    assert program.count("output_to_operand_aliasing={{1}: (4, {}), {2}: (5, {})}") == 2
     assert not re.findall(r" (all-reduce|collective-permute|reduce-scatter|all-to-all)(?:-start)?\(", program)

@@ -15,6 +15,8 @@ from pallas_kernels import (
     NormalisedInput,
     PackedWeight,
     all_gather_matmul,
+    all_reduce,
+    all_reduce_rms_norm,
     empty_fp8_state,
     flash_attention,
     fp8_multiply,
@@ -382,6 +384,52 @@ def test_products_with_their_communication_inside(two_gpus, operation, ins, outs
     exact = functools.partial(jnp.matmul, precision="highest")
     (_, truth), wanted = jax.jit(functools.partial(gradients, exact))(x.astype(jnp.float32), w.astype(jnp.float32))
     assert max(relative(a, b) for a, b in zip((out, *pulled), (truth, *wanted), strict=True)) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("rows", "implementation"), [(1, None), (256, None), (300, "mosaic"), (4096, None), (64, "xla")]
+)
+def test_small_all_reduces_beside_a_norm(two_gpus, rows, implementation):
+    """A program of many: each must have read all that it sums before the arrays are used again."""
+    if implementation == "mosaic" and not on_hopper():
+        pytest.skip("needs Hopper GPUs")
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=two_gpus)
+    keys = jax.random.split(jax.random.key(0), 3)
+    parts = jax.random.normal(keys[0], (2, rows, 4096), jnp.bfloat16)
+    residual = jax.random.normal(keys[1], (rows, 4096), jnp.bfloat16)
+    weight = jax.random.normal(keys[2], (4096,), jnp.float32)
+    options = {"axis_name": "tensor", "implementation": implementation}
+
+    def local(parts, residual, weight):
+        x = parts[0]
+        for _ in range(20):
+            total = all_reduce(x, **options)
+            normalized, residual = all_reduce_rms_norm(total / 2 + x, residual / 2, weight, **options)
+            x = parts[0] + normalized / 4
+        return total[None], normalized[None], residual[None]
+
+    def plain(parts, residual, weight):
+        parts = parts.astype(jnp.float32)
+        residual = residual.astype(jnp.float32)
+        x = parts
+        for _ in range(20):
+            total = x.sum(0)
+            residual = residual / 2 + (total / 2 + x).sum(0)
+            normalized = rms_norm(residual, weight)
+            x = parts + normalized / 4
+        return total, normalized, residual
+
+    specs = (P("tensor"), P(), P()), (P("tensor"),) * 3
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+    with record_choices() as choices:
+        run = jax.jit(sharded).lower(parts, residual, weight).compile()
+    expected = implementation or ("mosaic" if on_hopper() and rows <= 512 else "xla")
+    assert {choice.backend for choice in choices} == {expected}
+    wanted = jax.jit(plain)(parts, residual, weight)
+    for _ in range(3):  # A race does not show every time.
+        for found, exact in zip(run(parts, residual, weight), wanted, strict=True):
+            found = np.asarray(found.astype(jnp.float32))
+            assert (found[0] == found[1]).all() and relative(found[0], exact) < 0.03
 
 
 SSD = {

@@ -40,7 +40,14 @@ from jaxstack.models.norm import (
     make_norm,
 )
 from jaxstack.models.rope import apply_rope
-from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
+from jaxstack.parallel import (
+    context_axis,
+    save_for_backward,
+    shard,
+    splits_heads_alone,
+    with_local_cache,
+    with_local_heads,
+)
 from jaxstack.parallel.sharding_context import is_sharded
 from pallas_kernels import PackedWeight
 from pallas_kernels.low_bits.encoded import Encoded
@@ -163,10 +170,27 @@ class Attention(nnx.Module):
         plain = self.q_norm is None and self.heads.cache_format is None
         in_slots = slots.pages is not None and not isinstance(cache, PagedKeys)
         whole = self.rotary_channels == self.heads.head_dim
-        # XLA cannot partition the kernel that takes joined heads, which rotates whole heads.
-        if self.qkv_proj is not None and angles is not None and plain and whole and not in_slots and not is_sharded():
-            return kind.decode_joined(apply_gathered(x, self.qkv_proj)[0], angles, cache, slots, self.heads)
+        if self.qkv_proj is not None and angles is not None and plain and whole and not in_slots:
+            # XLA cannot partition the kernel that takes joined heads, which rotates whole heads.
+            if not is_sharded():
+                return kind.decode_joined(apply_gathered(x, self.qkv_proj)[0], angles, cache, slots, self.heads)
+            if splits_heads_alone(self.joined_parts) and not hasattr(self, self.kind.weight_name):
+                joined = apply_gathered(x, self.qkv_proj)[0]
+                decode = functools.partial(self._decode_own_heads, kind)
+                return with_local_cache(decode, joined, cache, angles, slots)
         return self._decode_heads(kind, *self._queries_keys_values(x, context), cache, slots)
+
+    def _decode_own_heads(
+        self, kind: AttentionKind, joined: jax.Array, cache: LayerCache, angles: Angles, slots: CacheSlots
+    ) -> tuple[Float[Array, "B T n H"], LayerCache]:
+        """Do what `decode_joined` does, on one device's share of the heads."""
+        heads = self.heads
+        own = dataclasses.replace(
+            heads,
+            num_heads=heads.num_heads // self.joined_parts,
+            num_kv_heads=heads.num_kv_heads // self.joined_parts,
+        )
+        return kind.decode_joined(joined, angles, cache, slots, own)
 
     def _decode_heads(
         self, kind: AttentionKind, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: CacheSlots
