@@ -23,12 +23,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.all_reduce.request import AllReduceRequest, NormSettings
+from pallas_kernels.hopper.peers import unsupported_peers
 from pallas_kernels.hopper.scheduler import deal
 from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.mosaic_api import Index, Ref, load_vectors, pl, plgpu, speed_up_lowering, store_vectors
 from pallas_kernels.target import multiprocessors
 
-_MOST_DEVICES = 8
 _THREADS = 128
 _VECTOR = 8
 """Values that a thread loads at once: 16 bytes of bfloat16."""
@@ -95,18 +95,11 @@ class Reduction:
 
 def unsupported_reason(request: AllReduceRequest) -> str | None:
     """Return the first reason why the kernel cannot compute this all-reduce, or None if it can."""
-    return unsupported_target(request.target, INTERPRET) or _unsupported_devices(request) or _unsupported_shape(request)
-
-
-def _unsupported_devices(request: AllReduceRequest) -> str | None:
-    if not request.target.declared and jax.process_count() > 1:
-        return (
-            f"devices reach each other's memory within one process, these are {jax.process_count()}: "
-            f"start one process on each machine and keep the axis within it"
-        )
-    if request.devices > _MOST_DEVICES:
-        return f"reads from at most {_MOST_DEVICES} devices, the axis has {request.devices}"
-    return None
+    return (
+        unsupported_target(request.target, INTERPRET)
+        or unsupported_peers(request.target, request.devices)
+        or _unsupported_shape(request)
+    )
 
 
 def _unsupported_shape(request: AllReduceRequest) -> str | None:

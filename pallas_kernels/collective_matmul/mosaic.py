@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from pallas_kernels.collective_matmul import mosaic_gather, mosaic_scatter
 from pallas_kernels.collective_matmul.mosaic_product import CollectiveProduct, CollectiveTiling
 from pallas_kernels.collective_matmul.request import CollectiveRequest
+from pallas_kernels.hopper.peers import unsupported_peers
 from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.target import multiprocessors
 
-_MOST_DEVICES = 8
 _ROWS = 128
 _COLUMNS = (256, 128)
 _LEAST_TILES = 3
@@ -63,19 +63,10 @@ class OverlappedMultiplier:
 def unsupported_reason(request: CollectiveRequest) -> str | None:
     """Return the first reason why the Hopper kernels cannot compute this collective matmul, or None if they can."""
     return (
-        unsupported_target(request.target, INTERPRET) or _unsupported_devices(request) or _unsupported_shapes(request)
+        unsupported_target(request.target, INTERPRET)
+        or unsupported_peers(request.target, request.devices)
+        or _unsupported_shapes(request)
     )
-
-
-def _unsupported_devices(request: CollectiveRequest) -> str | None:
-    if not request.target.declared and jax.process_count() > 1:
-        return (
-            f"devices reach each other's memory within one process, these are {jax.process_count()}: "
-            f"start one process on each machine and keep the axis within it"
-        )
-    if request.devices > _MOST_DEVICES:
-        return f"sends to at most {_MOST_DEVICES} devices, the axis has {request.devices}"
-    return None
 
 
 def _unsupported_shapes(request: CollectiveRequest) -> str | None:
