@@ -135,7 +135,7 @@ def _print_fastest(rows: list[Row], works: Sequence[tuple[int, int, int]]) -> No
         tile = next((row["tile"] for row in here if row["tile"]), None)
         if tile is not None:
             blocks = ", ".join(str(tile[name]) for name in TILE_FIELDS)
-            lines.append(f"    ({GRIDS[kind].bits}, {outputs}, {inputs}, {8 if count <= 8 else 16}): Tile({blocks}),")
+            lines.append(f"    ({GRIDS[kind].bits}, {outputs}, {inputs}, {triton.padded_rows(count)}): Tile({blocks}),")
     print_table(shown, COLUMNS)
     print("\n".join(["Lines for `MEASURED` in pallas_kernels/weight_only/triton.py:", *lines]))
 

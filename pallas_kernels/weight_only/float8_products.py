@@ -13,6 +13,8 @@ LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)
 """Largest magnitude of a rounded input, 448."""
 MOST_EXACT_ROWS = 64
 """Largest number of rows of a product whose inputs are not rounded."""
+_FUSED_INPUTS = 8192
+"""XLA rounds tokens of so many inputs in the program that computes them, such as a norm: it keeps them in registers."""
 
 
 def quantize_tokens(x: Float[Array, "rows in"]) -> tuple[Float[Array, "rows in"], Float[Array, "rows 1"]]:
@@ -48,6 +50,9 @@ def scaled_product(
       The product, float32. The sums of inputs in bfloat16 are stored in bfloat16 before they are scaled, which halves
       their bytes.
     """
+    if x.shape[1] > _FUSED_INPUTS:
+        # Of longer tokens XLA would write what their dtype was rounded from, in float32, and read that twice.
+        x = jax.lax.optimization_barrier(x)
     rounded, token_scales = quantize_tokens(x)
     stored = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
     sums = jax.lax.dot_general(rounded, q, (((1,), (1,)), ((), ())), preferred_element_type=stored)

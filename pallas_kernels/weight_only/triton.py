@@ -59,6 +59,11 @@ class Tile:
     assembly: bool = True
 
 
+def padded_rows(rows: int) -> int:
+    """Return a number of rows rounded up to a power of two and to the 8 columns of a tensor-core tile."""
+    return max(8, 1 << (rows - 1).bit_length())
+
+
 @dataclasses.dataclass(frozen=True)
 class ProductPlan:
     """Compile-time constants of the Triton kernel that multiplies activations with a packed weight.
@@ -102,8 +107,8 @@ class ProductPlan:
 
     @property
     def padded_rows(self) -> int:
-        """Number of rows, rounded up to a power of two and to the 8 columns of a tensor-core tile."""
-        return max(8, 1 << (self.rows - 1).bit_length())
+        """See the function `padded_rows`."""
+        return padded_rows(self.rows)
 
     @property
     def group_size(self) -> int:
@@ -178,10 +183,10 @@ MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (4, 28672, 4096, 8): Tile(32, 128, 1, 2, 2, 4),
     (4, 28672, 4096, 16): Tile(32, 128, 1, 1, 1, 5),
 }
-"""(bits of a stored integer, outputs, inputs, padded rows) -> the fastest tile on an H200, from `benchmarks/
-packed_products.py --sweep`, which prints such lines. Bits are 4 or 8, padded rows 8 or 16.
-Products that are not listed have `default_tile`. Those with lookup tables were not measured: they have the tiles of
-integers of as many bits, as both read the same bytes.
+"""(bits of a stored integer, outputs, inputs, `padded_rows`) -> the fastest tile on an H200, from `benchmarks/
+packed_products.py --sweep`, which prints such lines. Bits are 4 or 8.
+Products that are not listed have `default_tile`. Those with FP8 and with lookup tables were not measured: they have the
+tiles of integers of as many bits, as both read the same bytes.
 """
 
 
@@ -252,8 +257,8 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None, tiles: int
         tiles=tiles,
         float8=isinstance(weight.format, Float8Format),
     )
-    measured = MEASURED.get((bits, outputs, inputs, 8 if rows <= 8 else 16))
-    if tile is not None or measured is None or rows > 16:
+    measured = MEASURED.get((bits, outputs, inputs, plan.padded_rows))
+    if tile is not None or measured is None:
         return plan
     chosen = dataclasses.replace(plan, tile=dataclasses.replace(measured, assembly=default.assembly))
     return plan if tile_problem(chosen) else chosen  # Tiles were measured with other groups, and without tables.

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jaxstack.checkpoint.compressed import named_leaves
+from jaxstack.compress.matrix import MatrixLayout, layer_kernels
+from jaxstack.decoding.decode import has_many
 from jaxstack.decoding.rows import Column
 from jaxstack.decoding.step import Programs, StepVariant
 from jaxstack.distributed.xla_options import is_supported
@@ -18,7 +21,12 @@ from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AxisRules, StepLayout, make_rules
-from pallas_kernels import lowering_platform
+from jaxstack.parameter_paths import nest
+from pallas_kernels import PackedWeight, lowering_platform
+from pallas_kernels.weight_only.api import many_row_options
+from pallas_kernels.weight_only.float8_products import MOST_EXACT_ROWS
+from pallas_kernels.weight_only.formats import Float8Format, RoundedInputFloat8Format
+from pallas_kernels.weight_only.xla import COMPILER_OPTIONS
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.triton_interpreter import needs_triton
 
@@ -43,8 +51,12 @@ def compiled_steps(
     joined: bool = False,
     options: dict[str, Any] | None = None,
     sums: Literal["auto", "never"] = "never",
+    packed: Float8Format | None = None,
 ) -> str:
-    """The program of a few steps of a model in bfloat16, unrolled unless `changes` say otherwise."""
+    """The program of a few steps of a model in bfloat16, unrolled unless `changes` say otherwise.
+
+    With `packed` the kernels of dense layers are FP8, and the options are those of `ModelOnMesh.options`.
+    """
     config = ModelConfig(**{**SHAPE, **changes})
 
     def make(rngs: nnx.Rngs) -> Transformer:
@@ -60,6 +72,13 @@ def compiled_steps(
         return hopper_array(x.shape, jnp.bfloat16 if x.ndim > 1 else x.dtype, rules.mesh, spec)
 
     params = jax.tree.map(place, module.abstract_params, module.parameter_specs(rules))
+    if packed is not None:
+        kernels = layer_kernels(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+        weights = {path: float8_weight(layout, packed, rules) for path, layout in kernels.items()}
+        params = nest({**named_leaves(params), **weights}.items())
+        with lowering_platform("cuda"):
+            more = many_row_options([*weights.values()], jnp.bfloat16, partitioned=False) if has_many(batch) else {}
+        options = {**COMPILER_OPTIONS, **more}
     programs = Programs.__new__(Programs)  # the constructor makes arrays, of which there are none here
     programs.model = types.SimpleNamespace(module=module, rules=rules, layout=StepLayout(peer_sums=sums))
     programs.slots = batch
@@ -77,6 +96,15 @@ def compiled_steps(
     with lowering_platform("cuda"), jax.set_mesh(rules.mesh):
         jitted = jax.jit(program, donate_argnums=4)
         return compile_for_hopper(jitted, *arguments, mesh=rules.mesh, options=options).as_text()
+
+
+def float8_weight(layout: MatrixLayout, format: Float8Format, rules: AxisRules) -> PackedWeight:
+    """A packed weight without values."""
+    arrays: Any = {
+        "q": hopper_array(layout.size, jnp.float8_e4m3fn, rules.mesh),
+        "scales": hopper_array((layout.size[0], 1), jnp.bfloat16, rules.mesh),
+    }
+    return PackedWeight(arrays, format, *layout.dims)
 
 
 def main_loop(program: str) -> str:
@@ -100,6 +128,22 @@ def test_eight_steps_are_one_loop_whose_attention_reads_what_is_filled():
     assert len(launches(loop)) <= 45, launches(loop)
     made = re.findall(r"= bf16\[64,16,4,128\]\S* ([\w-]+)\(", loop)
     assert not {"copy", "transpose", "concatenate"} & set(made), made
+
+
+@needs_triton
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("batch", [2, MOST_EXACT_ROWS, 2 * MOST_EXACT_ROWS])
+def test_fp8_weights_are_read_as_stored(batch):
+    """By the Triton kernel, or with many rows by cuBLASLt's FP8 matmul; no copy of a weight is written."""
+    rules = make_rules(hopper_mesh(ONE_DEVICE))
+    changes = {"intermediate_size": 2048}
+    program = compiled_steps(rules, batch=batch, changes=changes, joined=True, packed=RoundedInputFloat8Format())
+    in_fp8 = 8 if has_many(batch) else 0
+    assert program.count('custom_call_target="__cublas$lt$matmul$f8"') == in_fp8
+    calls = [line for line in program.splitlines() if 'custom_call_target="triton_kernel_call_ffi"' in line]
+    assert sum("f8e4m3fn[" in line for line in calls) == 8 - in_fp8
+    sizes = r"(2048|1024|4096),(1024|2048)"  # [out, in] of the four matrices of a layer
+    assert not re.findall(rf"= (?:bf16|f32)\[{sizes}\]\S* (?!parameter|bitcast)[\w-]+\(", program)
 
 
 @needs_triton

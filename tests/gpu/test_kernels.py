@@ -36,8 +36,11 @@ from pallas_kernels import (
     update_states,
 )
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
+from pallas_kernels.weight_only.api import many_row_options
+from pallas_kernels.weight_only.float8_products import MOST_EXACT_ROWS, round_tokens
 from pallas_kernels.weight_only.formats import Float8Format, LookupFormat
-from pallas_kernels.weight_only.packed import pack_lookup, pack_nearest
+from pallas_kernels.weight_only.packed import pack_float8, pack_lookup, pack_nearest
+from pallas_kernels.weight_only.xla import COMPILER_OPTIONS
 from tests.gpu.conftest import on_hopper
 from tests.pallas_kernels.attention.contract import Case, check
 from tests.pallas_kernels.cross_entropy import cases as loss_cases
@@ -306,7 +309,14 @@ def lookup_weight(bits, tables=1):
     return pack_lookup(bits, indices, jax.random.normal(keys[1], (tables, 2**bits)))
 
 
+def float8_weight(round_inputs=False):
+    scales = jnp.full((768, 1), 1 / 64, jnp.bfloat16)
+    return pack_float8(64 * jax.random.normal(jax.random.key(1), (768, 1024)), scales, round_inputs=round_inputs)
+
+
 PACKED = {
+    "fp8": float8_weight,
+    "fp8-dynamic": functools.partial(float8_weight, round_inputs=True),
     "int8": lambda: pack_nearest(Grid(8), jax.random.normal(jax.random.key(1), (768, 1024))),
     "int4": lambda: pack_nearest(Grid(4, 128), jax.random.normal(jax.random.key(1), (768, 1024))),
     **{f"lookup{bits}": functools.partial(lookup_weight, bits) for bits in (1, 2, 3, 4, 8)},
@@ -323,6 +333,20 @@ def test_products_with_packed_weights(kind, rows):
         found = jax.jit(packed_matmul)(x, weight)
     assert [choice.backend for choice in choices] == ["triton"]
     assert relative(found, jnp.matmul(x.astype(jnp.float32), weight.dense(), precision="highest")) < 0.005
+
+
+@pytest.mark.parametrize("rows", [MOST_EXACT_ROWS + 1, 512])
+def test_products_of_many_rows_with_inputs_in_fp8(rows):
+    x = jax.random.normal(jax.random.key(0), (rows, 1024), jnp.bfloat16)
+    weight = float8_weight(round_inputs=True)
+    options = {**COMPILER_OPTIONS, **many_row_options([weight], x.dtype, partitioned=False)}
+    compiled = jax.jit(packed_matmul).lower(x, weight).compile(compiler_options=options)
+    if on_hopper():
+        assert "__cublas$lt$matmul$f8" in compiled.as_text()
+    found = compiled(x, weight)
+    rounded = round_tokens(x.astype(jnp.float32))
+    assert relative(found, jnp.matmul(rounded, weight.dense(), precision="highest")) < 0.006
+    assert 0.01 < relative(found, jnp.matmul(x.astype(jnp.float32), weight.dense(), precision="highest")) < 0.04
 
 
 @pytest.mark.parametrize(
