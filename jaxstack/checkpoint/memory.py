@@ -26,8 +26,19 @@ from jaxstack.checkpoint import manifest, memory_folder, shard_files
 from jaxstack.checkpoint.commit import make_index
 from jaxstack.checkpoint.leaves import LeafSpec, compare, describe, name_leaves, orbax_target, restored_leaf, to_stored
 from jaxstack.checkpoint.memory_folder import Part
-from jaxstack.checkpoint.memory_members import Location, Member, check_room, known_copies, locate, needed_bytes
-from jaxstack.checkpoint.neighbour import CopyClient, CopyServer, TransferError, find_holders, local_address
+from jaxstack.checkpoint.neighbour import (
+    CopyClient,
+    CopyServer,
+    Location,
+    Member,
+    TransferError,
+    check_room,
+    find_holders,
+    known_copies,
+    local_address,
+    locate,
+    needed_bytes,
+)
 from jaxstack.checkpoint.other_layout import PartCopy, gather, passed_over
 from jaxstack.distributed import coordination
 from jaxstack.distributed.cluster import check_tls_files, find_place

@@ -82,35 +82,25 @@ class Engine:
         self.config = config or EngineConfig()
         self.stop_tokens = frozenset(stop_tokens)
         self.vocab_size = vocab_size or model.config.vocab_size or 0
-        if draft is not None and not self.config.draft_tokens:
-            raise ConfigError("a draft model guesses engine.draft_tokens tokens per step; set it to 4, for example.")
+        _check_models(model, draft, shapes, self.config)
         self.adapters = AdapterPlaces(model, self.config.adapters, self.config.adapter_rank)
-        models = [model] if draft is None else [model, draft]
-        if shapes is None and model.batch_unit > 1:
-            raise ConfigError(
-                "an engine supports only parallel.tensor, and `open_engine` data; set fsdp and expert to 1."
-            )
         # The engine of a window of layers has its own programs, which keep no hidden states.
         predicts = draft is None and make_programs is None and predicts_tokens(model, self.config)
+        models = [model] if draft is None else [model, draft]
         room = choose_room(models, self.config, partial(draft_cache_bytes, model) if predicts else lambda room: 0)
         self.context = room.length
         states = not all(map(shares_pages, models))
-        # Steps with shapes of their own compute so many prompt tokens that their states would take much memory.
-        keeps_states = shapes is None
         self.pool = PagePool(
             room.pages,
             room.page_size,
             cache_prefixes=self.config.prefix_cache,
             snapshots=room.snapshots if states else None,
         )
-        shapes = shapes or StepShapes(
-            decode_batch_sizes(self.config.slots),
-            chunk_shapes(self.config.chunk, self.config.slots, self.config.step_tokens),
-        )
+        steps = shapes or _choose_shapes(self.config)
         self.scheduler = Scheduler(
             self.config.slots,
             self.context,
-            shapes.chunks,
+            steps.chunks,
             self.pool,
             self.config.draft_tokens,
             draft_model=draft is not None or predicts,
@@ -121,24 +111,15 @@ class Engine:
             room,
             vocab_size=vocab_size,
             halves_from=_halves_from(model, self.config),
-            constant_steps=shapes.constant_steps,
+            constant_steps=steps.constant_steps,
         )
         self.programs.replays = self.config.draft_tokens > 0 and not shares_pages(model)
-        self.scheduler.approximate = self.programs.replays
-        self.programs.keeps_states = keeps_states
+        # Steps with shapes of their own compute so many prompt tokens that their states would take much memory.
+        self.programs.keeps_states = shapes is None
         self.programs.adapts = self.config.adapters > 0
         self.stats = EngineStats()
         self.failure = None
-        self._runner = Runner(self.programs, self.config, self.stats, shapes.decode)
-        programs = None
-        width = 1 + self.config.draft_tokens
-        if draft is not None:
-            programs = DraftPrograms(self.programs, draft, width, self.config.draft_layers_together)
-        elif predicts:
-            programs = PredictionPrograms(self.programs, width)
-        if programs is not None:
-            self.scheduler.approximate |= programs.approximate
-            self._runner = DraftRunner(self.programs, self.config, self.stats, shapes.decode, programs)
+        self._runner = self._make_runner(steps, draft, predicts=predicts)
         self._requests = set[Request]()
         self._adapted = weakref.WeakSet[Request]()
         """Requests with adapters, whose places are free again when they have ended."""
@@ -152,6 +133,22 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="jaxstack engine", daemon=True) if start else None
         if self._thread is not None:
             self._thread.start()
+
+    def _make_runner(self, steps: StepShapes, draft: ModelOnMesh | None, *, predicts: bool) -> Runner:
+        """Return what runs the steps: with a draft model, with the model's own predictions, or without either.
+
+        Tells the scheduler whether what the caches have of accepted drafts is approximate.
+        """
+        width = 1 + self.config.draft_tokens
+        self.scheduler.approximate = self.programs.replays
+        if draft is not None:
+            drafts = DraftPrograms(self.programs, draft, width, self.config.draft_layers_together)
+        elif predicts:
+            drafts = PredictionPrograms(self.programs, width)
+        else:
+            return Runner(self.programs, self.config, self.stats, steps.decode)
+        self.scheduler.approximate |= drafts.approximate
+        return DraftRunner(self.programs, self.config, self.stats, steps.decode, drafts)
 
     def __enter__(self) -> "Engine":
         return self
@@ -517,6 +514,26 @@ def _until_end_of_constraint(
         if request.count + len(added) >= request.max_tokens:
             return added, "length", None
     return added, None, None
+
+
+def _check_models(
+    model: ModelOnMesh, draft: ModelOnMesh | None, shapes: StepShapes | None, config: EngineConfig
+) -> None:
+    """Check that the engine's settings suit its models.
+
+    Raises:
+      ConfigError: there are no draft tokens for the draft model, or the mesh splits batches and no shapes are given.
+    """
+    if draft is not None and not config.draft_tokens:
+        raise ConfigError("a draft model guesses engine.draft_tokens tokens per step; set it to 4, for example.")
+    if shapes is None and model.batch_unit > 1:
+        raise ConfigError("an engine supports only parallel.tensor, and `open_engine` data; set fsdp and expert to 1.")
+
+
+def _choose_shapes(config: EngineConfig) -> StepShapes:
+    """Return the shapes of the steps of an engine of this configuration."""
+    chunks = chunk_shapes(config.chunk, config.slots, config.step_tokens)
+    return StepShapes(decode_batch_sizes(config.slots), chunks)
 
 
 def _halves_from(model: ModelOnMesh, config: EngineConfig) -> int | None:

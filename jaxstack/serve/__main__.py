@@ -112,7 +112,7 @@ def _serve(args: argparse.Namespace) -> int | None:
     others = [override for override in args.overrides if override not in own]
     key = _read_key(API_KEY)
     try:
-        from jaxstack.serve.answers import ChatFormatter
+        from jaxstack.serve.chat_format import ChatFormatter
         from jaxstack.serve.engine import open_engine
         from jaxstack.serve.listen import bind, check_router, serve
         from jaxstack.serve.pair_scores import Classifier

@@ -18,7 +18,8 @@ from jaxstack.decoding import requests as generation
 from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
 from jaxstack.decoding.requests import Constraint
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.serve.answers import Answers, ChatFormatter, Readers, TextAnswer
+from jaxstack.serve.answers import Answers, Readers, TextAnswer
+from jaxstack.serve.chat_format import ChatFormatter
 from jaxstack.serve.chat_request import ChatRequest
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup

@@ -16,8 +16,17 @@ from jaxstack.checkpoint.commit import make_index
 from jaxstack.checkpoint.leaves import abstract_state, describe, name_leaves, to_stored
 from jaxstack.checkpoint.memory import MemoryCheckpoints
 from jaxstack.checkpoint.memory_folder import Part, held_copies, own_copies
-from jaxstack.checkpoint.memory_members import Member, check_room, known_copies, locate, needed_bytes
-from jaxstack.checkpoint.neighbour import CopyClient, CopyServer, TransferError, find_holders
+from jaxstack.checkpoint.neighbour import (
+    CopyClient,
+    CopyServer,
+    Member,
+    TransferError,
+    check_room,
+    find_holders,
+    known_copies,
+    locate,
+    needed_bytes,
+)
 from jaxstack.errors import ConfigError
 from tests.checkpoint.states import raw
 

@@ -10,8 +10,8 @@ from jaxstack.loss import IGNORE
 from jaxstack.models import Transformer
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, ShardingContext, StepLayout, make_mesh, make_rules
-from jaxstack.reinforce.packing import fill_order, pack_answers
 from jaxstack.reinforce.policy import PolicyConfig, policy_loss
+from jaxstack.reinforce.rollout import fill_order, pack_answers
 from tests.small_runs import VOCABULARY, small_config
 
 T = 16

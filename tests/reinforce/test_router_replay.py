@@ -9,8 +9,8 @@ import pytest
 
 from jaxstack.models.moe.router import ROUTER
 from jaxstack.reinforce.config import SamplerConfig
-from jaxstack.reinforce.packing import pack_answers
 from jaxstack.reinforce.policy import token_log_probabilities
+from jaxstack.reinforce.rollout import pack_answers
 from jaxstack.reinforce.sampler import Answer, Sampler, SamplerSize
 from tests.small_runs import LENGTH, VOCABULARY, make_trainer, small_config
 

@@ -13,7 +13,8 @@ from jaxstack.errors import ConfigError
 
 pytest.importorskip("jinja2")
 pytest.importorskip("starlette")
-from jaxstack.serve.answers import ChatFormatter, Readers, TextAnswer
+from jaxstack.serve.answers import Readers, TextAnswer
+from jaxstack.serve.chat_format import ChatFormatter
 from jaxstack.serve.token_details import TokenDetails, TokenTexts
 from jaxstack.serve.tools import ToolReader, Tools
 

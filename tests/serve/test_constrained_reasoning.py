@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jaxstack.data.load_tokenizer import SubwordTokenizer
 from jaxstack.data.reasoning_format import ReasoningFormat
 from jaxstack.decoding.engine import Engine
+from jaxstack.serve.chat_format import AfterReasoning, ReasoningReader
 from jaxstack.serve.config import ServerConfig
-from jaxstack.serve.reasoning import AfterReasoning, ReasoningReader
 from jaxstack.serve.tools import ToolReader, Tools
 from tests.serve.test_http import CITY, SCHEMA, TOOL, ask, listen
 from tests.serve.test_reasoning import CHANNELS, SPECIAL, TEMPLATES

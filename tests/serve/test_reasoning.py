@@ -10,8 +10,8 @@ from jaxstack.data.chat_template import ChatTemplate
 from jaxstack.data.load_tokenizer import SubwordTokenizer
 from jaxstack.data.reasoning_format import ReasoningFormat, derive_reasoning_format
 from jaxstack.decoding.requests import Request
+from jaxstack.serve.chat_format import ReasoningReader
 from jaxstack.serve.config import ServerConfig
-from jaxstack.serve.reasoning import ReasoningReader
 from tests.serve.test_http import Echo, listen
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]

@@ -13,8 +13,8 @@ from jaxstack.errors import ConfigError
 
 pytest.importorskip("starlette")
 from jaxstack.serve.answers import Readers, TextAnswer
+from jaxstack.serve.chat_format import ReasoningReader
 from jaxstack.serve.config import ServerConfig
-from jaxstack.serve.reasoning import ReasoningReader
 from jaxstack.serve.responses import LOG_PROBABILITIES, ResponsesRequest
 from jaxstack.serve.token_details import Part, TokenDetails, TokenTexts
 from jaxstack.serve.tools import ToolReader, Tools

@@ -1,13 +1,24 @@
-"""Answers of models that reason first: separates the reasoning from the answer, and constrains the answer only."""
+"""The form of a model's chats: messages as the token ids of a prompt, and reasoning apart from the answer.
 
-from collections.abc import Collection
+The answer of a model that reasons first may be constrained; its reasoning is not.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from jaxstack.data.reasoning_format import ReasoningFormat
+from jaxstack.data.chat_turns import read_tool_format
+from jaxstack.data.config import ChatConfig
+from jaxstack.data.reasoning_format import REASONING_KEYS, ReasoningFormat, derive_reasoning_format
+from jaxstack.data.streams import import_chat
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.data.tool_calls import ToolFormat
 from jaxstack.decoding.requests import Constraint
-from jaxstack.decoding.text_stream import overlap
+from jaxstack.decoding.text_stream import check_chat_text, overlap
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.serve.tools import Tools
 
 
 class ReasoningReader:
@@ -175,3 +186,106 @@ class AfterReasoning:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode_marked([text])[0][0].tolist() if text else []
+
+
+_OPENING_TOKENS = 64
+"""Number of tokens at the end of a prompt that have the text before an answer's reasoning, if it is there."""
+
+
+class ChatFormatter:
+    """Encodes chats as token ids of a prompt, using a chat template.
+
+    Args:
+      tokenizer: the model's tokenizer.
+      template: as in `ChatConfig.template`: auto, the name of a template, or a file.
+
+    Attributes:
+      stop_tokens: ids that end an answer in this template.
+      stop: texts that end an answer in this template, if they are not single tokens.
+      reasoning: the form of reasoning in this template; None: it has none.
+
+    Raises:
+      ConfigError: there is no such template, or jinja2 is not installed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str = "auto"):
+        self._tokenizer = tokenizer
+        try:
+            chosen = import_chat().open_chats(ChatConfig(template=template), tokenizer).template
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("data.chat.template", "server.chat_template")) from None
+        if chosen is None:
+            raise ConfigError("server.chat_template must be auto, the name of a template, or a file; found none.")
+        self._template = chosen
+        end = chosen.find_answer_end(tokenizer.special_tokens)
+        special = tokenizer.special_tokens.get(end)
+        self.stop_tokens = frozenset() if special is None else frozenset({special})
+        self.stop = (end,) if end and special is None else ()
+        self.reasoning = derive_reasoning_format(chosen, tokenizer.special_tokens)
+
+    def tool_format(self, tools: Tools, ends: Collection[int]) -> ToolFormat:
+        """Return the format in which the template writes tool calls; an answer ends with one of the ids `ends`.
+
+        Raises:
+          ConfigError: the template does not tell the model of tools, or has another form of calls than the known ones.
+        """
+        try:
+            return read_tool_format(self._tokenizer, self._template, {*ends, *self.stop_tokens}, tools.described)
+        except JaxstackError as error:
+            way_out = "leave out tools, or start the server with another server.chat_template"
+            raise ConfigError(f"{str(error).rstrip('.')}; {way_out}.") from None
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a chat, up to where the next answer begins.
+
+        Args:
+          messages: the chat; the reasoning of an answer, `reasoning_content`, is there for templates that read it.
+          tools: tools of the chat.
+          variables: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+          JaxstackError: the template refuses the chat, or a text in it contains a special token, with which it could
+            pass for another turn.
+        """
+        for place, message in enumerate(messages):
+            for name, value in message.items():
+                if name != "content" or message["role"] != "assistant":
+                    check_chat_text(self._tokenizer, f"messages.{place}.{name}", str(value), self.stop)
+        described = None if tools is None else list(tools.described)
+        for name, value in (("tools", described), ("chat_template_kwargs", variables)):
+            check_chat_text(self._tokenizer, name, json.dumps(value, ensure_ascii=False), self.stop)
+        text = self._template.render([*map(_with_reasoning, messages)], described, prompt=True, variables=variables)
+        return self._tokenizer.encode_marked([text])[0][0].tolist()
+
+    def reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
+        """Return a reader that separates the reasoning of an answer from the answer; None without reasoning."""
+        if self.reasoning is None:
+            return None
+        return ReasoningReader(self.reasoning, begun=self._opens(self.reasoning, prompt))
+
+    def constrain(self, answer: Constraint, prompt: Sequence[int], stop_tokens: Collection[int]) -> Constraint:
+        """Return a constraint that leaves the reasoning unconstrained, and applies another one to the answer after it.
+
+        Args:
+          answer: the constraint of the answer.
+          prompt: token ids of the prompt, which may end with the beginning of the reasoning.
+          stop_tokens: ids that end an answer.
+        """
+        if self.reasoning is None:
+            return answer
+        begun = self._opens(self.reasoning, prompt)
+        return AfterReasoning(answer, self.reasoning, self._tokenizer, stop_tokens, begun=begun)
+
+    def _opens(self, form: ReasoningFormat, prompt: Sequence[int]) -> bool:
+        return form.opens(self._tokenizer.decode_marked(prompt[-_OPENING_TOKENS:]))
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its reasoning under each of the keys that templates read it from."""
+    reasoning = message.get("reasoning_content")
+    return {**message, **dict.fromkeys(REASONING_KEYS, reasoning)} if reasoning else message
