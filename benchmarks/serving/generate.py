@@ -2,9 +2,9 @@
 
     python benchmarks/serving/generate.py                                   # llama3-1b on a GPU, tiny on a CPU
     python benchmarks/serving/generate.py --batch 1 16 64 --variants unrolled --peers torch
-    python benchmarks/serving/generate.py llama3-8b --batch 1 64 --prompt 2048 parallel.tensor=4
-    python benchmarks/serving/generate.py llama3-8b --filled --batch 1 16 64 256 --prompt 16 --variants unrolled \\
-        --all-reduce nccl xla mosaic parallel.tensor=2               # steps of two GPUs, by the way they sum
+    python benchmarks/serving/generate.py llama3-8b parallel.tensor=4 --batch 1 64 --prompt 2048
+    python benchmarks/serving/generate.py llama3-8b parallel.tensor=2 --filled --batch 1 16 64 256 --prompt 16 \\
+        --variants unrolled --all-reduce nccl xla mosaic             # steps of two GPUs, by the way they sum
     python benchmarks/serving/generate.py qwen3-next-8l qwen3-next-8l-attention --filled --batch 1 16 64 \\
         --prompt 1024 65536 --tokens 64 --variants unrolled               # a hybrid beside its Transformer
 
