@@ -114,7 +114,7 @@ def with_local_cache(
     Args:
       function: takes the heads, the cache, and `whole`; returns [B, T, N, H] and the cache.
       heads: [B, T, all heads, H], in the order of the devices.
-      cache: arrays [..., K, H].
+      cache: arrays [..., K, H], such as pages.
       whole: trees of arrays that are replicated to every device, and of static values.
     """
     context = current_context()

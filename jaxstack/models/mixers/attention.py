@@ -174,7 +174,8 @@ class Attention(nnx.Module):
             # XLA cannot partition the kernel that takes joined heads, which rotates whole heads.
             if not is_sharded():
                 return kind.decode_joined(apply_gathered(x, self.qkv_proj)[0], angles, cache, slots, self.heads)
-            if splits_heads_alone(self.joined_parts) and not hasattr(self, self.kind.weight_name):
+            pages = isinstance(cache, PagedKeys) and not hasattr(self, self.kind.weight_name)
+            if pages and splits_heads_alone(self.joined_parts):
                 joined = apply_gathered(x, self.qkv_proj)[0]
                 decode = functools.partial(self._decode_own_heads, kind)
                 return with_local_cache(decode, joined, cache, angles, slots)
