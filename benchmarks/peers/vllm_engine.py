@@ -30,6 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="requests at once, of latency")
     parser.add_argument("--turns", type=int, default=3, help="repetitions of latency")
     parser.add_argument("--cache-fp8", action="store_true", help="keys and values in FP8")
+    parser.add_argument("--fp8", action="store_true", help="weights and inputs of dense layers in FP8")
     return parser.parse_args()
 
 
@@ -44,7 +45,7 @@ def start(args: argparse.Namespace):
     return LLM(
         model=args.model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
         max_model_len=args.prompt + args.tokens + 16, enable_prefix_caching=False, disable_log_stats=True,
-        kv_cache_dtype="fp8" if args.cache_fp8 else "auto",
+        kv_cache_dtype="fp8" if args.cache_fp8 else "auto", quantization="fp8" if args.fp8 else None,
     )  # fmt: skip
 
 

@@ -41,6 +41,8 @@ import numpy as np
 
 from benchmarks.distributed.all_reduce import ALL_REDUCES, AllReduce
 from benchmarks.rows import append_rows, print_table
+from jaxstack.compress.config import choose_methods, load_recipe
+from jaxstack.compress.matrix import compressible_weights, other_parameters
 from jaxstack.decoding.decode import Params
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.engine import Engine
@@ -56,8 +58,10 @@ from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import StepLayout, make_mesh, make_rules
+from jaxstack.run.compress_at_load import compress_in_place
 from jaxstack.run.setting import decoding_layout
 from jaxstack.run_config import RunConfig, load_config
+from jaxstack.stored.model import abstract_parameters
 
 CALLS = 3
 VARIANTS = {"unrolled": False, "scanned": True}
@@ -115,9 +119,18 @@ class FilledDecoder(Decoder):
 
 
 def make_decoder(
-    config: RunConfig, given: bool, kind: type[Decoder] = Decoder, all_reduce: AllReduce | None = None
+    config: RunConfig,
+    given: bool,
+    kind: type[Decoder] = Decoder,
+    all_reduce: AllReduce | None = None,
+    recipe: str | None = None,
 ) -> Decoder:
-    """The model with random weights on its mesh; `all_reduce` is the way to sum over `tensor`, None the default."""
+    """The model with random weights on its mesh.
+
+    Args:
+      all_reduce: the way to sum over `tensor`; None: the default.
+      recipe: name of the recipe by which the weights are compressed; None: they are not.
+    """
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or VOCABULARY, "remat": "none"})
     parallel = decoding_layout(config, jax.device_count(), chosen=given)
     mesh = make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())])
@@ -126,6 +139,9 @@ def make_decoder(
     module = ModuleArrays(lambda rngs: Transformer(model, rngs, dtype=dtype))
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
     params, non_params = jax.jit(module.init, out_shardings=(shardings, None))(jax.random.key(0))
+    if recipe is not None:
+        methods = choose_methods(load_recipe(recipe), compressible_weights(model), other_parameters(model))
+        compress_in_place(params, methods, model, abstract_parameters(module, rules))
     sums = config.parallel.overlap if all_reduce is None else SUMS[all_reduce.implementation]
     decoder = kind(module, params, non_params, rules, layout=StepLayout(peer_sums=sums))
     if all_reduce is not None:

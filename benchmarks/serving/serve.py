@@ -2,6 +2,7 @@
 
     python benchmarks/serving/serve.py  # llama3-1b on a GPU, tiny on a CPU
     python benchmarks/serving/serve.py llama3-8b --work latency throughput --vllm /opt/vllm/bin/python
+    python benchmarks/serving/serve.py llama3-8b --work latency throughput --recipe fp8-dynamic
     python benchmarks/serving/serve.py llama3-8b --work throughput --slots 384 --prompt 1000 --tokens 1000 \\
         --requests 768 --chunk 1024 --step-tokens 8192 --chunk-slowdown 100 --decode-steps 1 --shapes 1x1024 8x1024
     python benchmarks/serving/serve.py --long 8000 --chunk 256 --work interruption parallel.tensor=2
@@ -339,6 +340,7 @@ def vllm_rows(config: RunConfig, args: argparse.Namespace) -> Iterator[dict[str,
         words += ["--latency", *map(str, args.latency)]
         words += ["--batches", *map(str, args.batches), "--work", *(set(args.work) & {"latency", "throughput"})]
         words += ["--cache-fp8"] if config.precision.kv_cache == "fp8" else []
+        words += ["--fp8"] if args.recipe == "fp8-dynamic" else []
         script = Path(__file__).resolve().parents[1] / "peers" / "vllm_engine.py"
         done = subprocess.run([args.vllm, script, folder, *words], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -387,6 +389,7 @@ def main() -> int:
     parser.add_argument("--latency", type=int, nargs=2, default=(64, 32) if small else (512, 128),
                         metavar=("PROMPT", "TOKENS"), help="lengths of latency")  # fmt: skip
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="prompts at once, of latency")
+    parser.add_argument("--recipe", metavar="NAME", help="compress the weights by this recipe, such as fp8-dynamic")
     parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM, to be measured too")
     parser.add_argument("--no-rows", action="store_true", help="print the rows only")
     args = parser.parse_intermixed_args()
@@ -398,7 +401,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
 
     def keep(work: str, **row: Any) -> None:
-        dtype = config.precision.compute_dtype(jax.devices()[0].platform)
+        dtype = args.recipe or config.precision.compute_dtype(jax.devices()[0].platform)
         prompt, tokens = args.latency if work == "latency" else (args.prompt, args.tokens)
         named = f"serve {name} {work} prompt {prompt} tokens {tokens} slots {args.slots} {dtype}"
         if "seconds_per_token" in row:
@@ -410,7 +413,7 @@ def main() -> int:
     if args.vllm:  # first, while the memory is free
         for row in vllm_rows(config, args):
             keep(**row)
-    decoder = make_decoder(config, given)
+    decoder = make_decoder(config, given, recipe=args.recipe)
     for work in args.work:
         room = args.long + 64 if work == "interruption" else args.prompt + args.tokens
         room = args.shared + min(args.tokens, 64) if work == "prefix" else room
