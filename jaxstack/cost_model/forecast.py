@@ -157,6 +157,7 @@ class LayoutModel:
             wide_ends=_wide_ends(config),
             prefetch=config.parallel.prefetch,
             copies=config.parallel.copy_engines != "never",
+            context_method=config.parallel.context_method,
             reference=config.reference is not None,
         )
 

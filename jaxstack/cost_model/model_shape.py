@@ -1,19 +1,35 @@
 """Sizes of a model that the planner's formulas need: widths, parameters by kind, and FLOPs of the attention."""
 
+import collections
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxstack.models.adapters import AdapterConfig
+from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.count import count_mixers, count_parameters, layers_in_training
+from jaxstack.models.mixers import mixer_module
+from jaxstack.models.recurrent import Recurrent
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.build import build_optimizer
 from jaxstack.parameter_paths import match
+
+
+class RecurrentLayers(NamedTuple):
+    """Layers of a model that have the same recurrent mixer."""
+
+    kind: Recurrent
+    """The mixer."""
+    number: int
+    """How many there are."""
+    flops: float
+    """FLOPs of one layer's recurrence for each token, forward and backward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +44,13 @@ class ModelShape:
       hidden: width of the residual stream.
       query: heads x head_dim.
       key: kv_heads x head_dim.
+      attending: number of layers with attention, which has keys.
+      attending_query: mean of `query` over these layers.
+      attending_key: mean of `key` over these layers.
       key_source: numbers of a token, such as a latent's, from which keys and values can be computed where they are
-        needed; 0 if there are none. A mean over layers, as are `query` and `key`.
+        needed; 0 if there are none. A mean over the layers with attention.
       expansion: parameters that compute keys and values from these.
+      recurrent: the layers with states instead.
       heads: number of query heads.
       head_dim: width of a head.
       feed_forward: width of a dense feed-forward sublayer.
@@ -60,8 +80,12 @@ class ModelShape:
     hidden: int
     query: int
     key: int
+    attending: int
+    attending_query: int
+    attending_key: int
     key_source: int
     expansion: int
+    recurrent: tuple["RecurrentLayers", ...]
     heads: int
     head_dim: int
     feed_forward: int
@@ -121,12 +145,12 @@ def model_shape(model: ModelConfig) -> ModelShape:
     moe = model.moe
     kinds = [layer.feed_forward for layer in layers_in_training(model)]
     layers = len(kinds)
-    heads = [model.heads(layer) for layer in layers_in_training(model)]
-    query = sum(spec.num_heads * spec.head_dim for spec in heads) // layers
-    key = sum(spec.num_kv_heads * spec.head_dim for spec in heads) // layers
-    mixers = [layer.mixer for layer in layers_in_training(model) if layer.mixer is not None]
-    sources = [mixer.key_source(model.num_heads) for mixer in mixers]
-    source, expansion = (sum(sizes) // layers for sizes in zip(*sources, strict=True))
+    query, key = _mean_widths([model.heads(layer) for layer in layers_in_training(model)])
+    mixing = [layer for layer in layers_in_training(model) if layer.mixer is not None]
+    attention = [layer for layer in mixing if not isinstance(layer.mixer, Recurrent)]
+    attending_query, attending_key = _mean_widths([model.heads(layer) for layer in attention])
+    sources = [layer.mixer.key_source(model.num_heads) for layer in attention if layer.mixer is not None]
+    source, expansion = (sum(sizes) // len(sources) for sizes in zip(*sources, strict=True)) if sources else (0, 0)
     dense_layers = kinds.count("dense") + kinds.count("both")
     mixtures = kinds.count("experts") + kinds.count("both")
     expert = d * model.expert_size * inner if moe else 0
@@ -143,8 +167,12 @@ def model_shape(model: ModelConfig) -> ModelShape:
         hidden=d,
         query=query,
         key=key,
+        attending=len(attention),
+        attending_query=attending_query,
+        attending_key=attending_key,
         key_source=source,
         expansion=expansion,
+        recurrent=_recurrent_layers(model),
         heads=model.num_heads,
         head_dim=model.width_per_head,
         feed_forward=width,
@@ -166,6 +194,24 @@ def model_shape(model: ModelConfig) -> ModelShape:
         total=count.total,
         matmul=count.matmul,
     )
+
+
+def _mean_widths(heads: Sequence[AttentionSpec]) -> tuple[int, int]:
+    """Return the means of heads x head_dim and of kv_heads x head_dim; 0 of no layers."""
+    count = len(heads) or 1
+    query = sum(spec.num_heads * spec.head_dim for spec in heads) // count
+    return query, sum(spec.num_kv_heads * spec.head_dim for spec in heads) // count
+
+
+def _recurrent_layers(model: ModelConfig) -> tuple[RecurrentLayers, ...]:
+    """Return the layers with states, by their mixer."""
+    layers = [layer for layer in layers_in_training(model) if isinstance(layer.mixer, Recurrent)]
+    counts = collections.Counter(layer.mixer for layer in layers)
+    found = []
+    for kind, layer in {layer.mixer: layer for layer in layers}.items():
+        assert isinstance(kind, Recurrent)
+        found.append(RecurrentLayers(kind, counts[kind], mixer_module(kind).flops_per_token(model, layer, 1)))
+    return tuple(found)
 
 
 def optimizer_bytes(optimizer: Optimizer, shape: ModelShape) -> float:

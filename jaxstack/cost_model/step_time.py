@@ -32,8 +32,9 @@ from jaxstack.cost_model.memory import (
     saved_values_per_token,
     stored_parameters,
 )
-from jaxstack.cost_model.model_shape import ModelShape
+from jaxstack.cost_model.model_shape import ModelShape, RecurrentLayers
 from jaxstack.cost_model.routed_experts import RoutedExperts
+from jaxstack.models.recurrent import PARTS_OF_DEVICE, Recurrent, StateExchange
 from pallas_kernels.attention.context import OVERLAP_LENGTH
 
 PARTS = ("matmul", "attention", "elementwise", "exposed_communication", "bubble")
@@ -64,6 +65,7 @@ class StepModel:
       scanned: `model.scan_layers`.
       prefetch: `parallel.prefetch`.
       wide_ends: number of layers, the first and the last, that FP8 leaves in bfloat16: without a pipeline, with one.
+      context_method: `parallel.context_method`.
       copies: True if copy engines may move the weights and gradients of unrolled layers.
       reference: True if a reference model computes each token too, forward only.
     """
@@ -82,6 +84,7 @@ class StepModel:
     wide_ends: tuple[int, int]
     prefetch: bool
     copies: bool
+    context_method: str = "auto"
     reference: bool = False
 
     def parts(self, layouts: LayoutTable) -> dict[str, Floats]:
@@ -374,6 +377,44 @@ class StepModel:
         return np.where(layouts["sequence"] > 0, split, whole)
 
     def _context_seconds(self, layouts: LayoutTable, groups: dict[str, Group], compute: Floats) -> Floats:
+        """Return the seconds that a layer, in the mean, waits for other devices of `context`, forward and backward."""
+        shape = self.shape
+        found = shape.attending * self._attention_over_context(layouts, groups, compute)
+        for layers in shape.recurrent:
+            found = found + layers.number * self._states_over_context(layouts, groups, layers)
+        return found / shape.layers
+
+    def _states_over_context(self, layouts: LayoutTable, groups: dict[str, Group], layers: RecurrentLayers) -> Floats:
+        """Return the seconds that a recurrence over `context` adds, forward and backward.
+
+        By the mixer's own choice: an all-to-all of a token's inputs and outputs in both passes; or an all-gather of the
+        maps of the states in float32 and a reduce-scatter of their gradients, for which gated DeltaNet computes the
+        recurrence a second time. Nothing hides either.
+        """
+        model = self._collective_model
+        group = groups["context"]
+        rows = microbatch_tokens_per_device(layouts, self.tokens)
+        found = np.zeros(len(layouts))
+        for devices, tensor in {(int(n), int(t)) for n, t in zip(group.size, layouts["tensor"], strict=True) if n > 1}:
+            length = self.length // devices
+            exchange = layers.kind.exchange(tensor)
+            if self._gathers_states(layers.kind, exchange, length, devices, tensor):
+                maps = rows / length * PARTS_OF_DEVICE * devices * exchange.state_bytes
+                again = exchange.recomputes * layers.flops * rows / tensor / self._attention_rate(layouts)
+                seconds = model.all_gather(maps, group) + model.reduce_scatter(maps, group) + again
+            else:
+                seconds = 2 * model.all_to_all(2 * exchange.token_numbers * rows, group)
+            found = np.where((group.size == devices) & (layouts["tensor"] == tensor), seconds, found)
+        return found
+
+    def _gathers_states(self, kind: Recurrent, exchange: StateExchange, length: int, devices: int, tensor: int) -> bool:
+        """Return True if a recurrence gathers maps of states, as `jaxstack.models.mixers.context_states` decides."""
+        if self.context_method != "auto":
+            return self.context_method == "all_gather"
+        heads = kind.num_heads // tensor
+        return kind.fits_parts(length) and exchange.sends_less_by_states(length, heads, devices, 2)
+
+    def _attention_over_context(self, layouts: LayoutTable, groups: dict[str, Group], compute: Floats) -> Floats:
         """Return the seconds that one layer's attention over `context` waits for other devices, forward and backward.
 
         By the method that `context_attention` chooses for a causal mask:
@@ -395,7 +436,7 @@ class StepModel:
         devices = group.size
         hops = np.maximum(devices - 1, 0)
         tensor = layouts["tensor"]
-        keys, queries = (rows * 2 * width / tensor for width in (shape.key, shape.query))
+        keys, queries = (rows * 2 * width / tensor for width in (shape.attending_key, shape.attending_query))
 
         def ring(size: Floats, expansion: Floats) -> Floats:
             sent = hops * (2 * model.send(size, group) + model.send(2 * size, group))
@@ -408,7 +449,8 @@ class StepModel:
 
         nothing = np.zeros(len(layouts))
         exchanged = 2 * model.all_to_all(2 * (queries + keys), group)
-        fewer = (shape.query + shape.key < shape.key * devices) & (shape.key // shape.head_dim % devices == 0)
+        width = shape.attending_key
+        fewer = (shape.attending_query + width < width * devices) & (width // shape.head_dim % devices == 0)
         in_ring, gathering = ring(2 * keys, nothing), gathered(2 * keys, nothing)
         if shape.key_source:
             expansion = (
@@ -424,7 +466,7 @@ class StepModel:
             in_ring = np.minimum(in_ring, ring(source, expansion))
             gathering = np.minimum(gathering, gathered(source, expansion))
             fewer = (exchanged < gathering) & (shape.heads % devices == 0)
-        long = self.length / devices * shape.query / shape.key >= OVERLAP_LENGTH
+        long = self.length / devices * shape.attending_query / max(width, 1) >= OVERLAP_LENGTH
         return np.select([devices == 1, long, fewer], [0.0, in_ring, exchanged], gathering)
 
     def _expert_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:

@@ -10,6 +10,37 @@ from pydantic import Field, model_validator
 
 from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.layer import Mixer
+from pallas_kernels.attention.context_layout import chunks_per_device
+
+PARTS_OF_DEVICE = chunks_per_device("zigzag")
+"""Parts of a sequence on each device of `context`, an early and a late one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StateExchange:
+    """What the devices of `context` may send for one layer: inputs and outputs of heads, or maps of states.
+
+    Attributes:
+      token_numbers: numbers of a token's inputs and outputs of a device's heads, which an all-to-all exchanges.
+      state_bytes: bytes of the map of a part of a sequence, which an all-gather exchanges.
+      recomputes: True if the map costs the recurrence a second time.
+    """
+
+    token_numbers: int
+    state_bytes: int
+    recomputes: bool
+
+    def sends_less_by_states(self, length: int, heads: int, devices: int, itemsize: int) -> bool:
+        """Return True if the maps of the states are fewer bytes than what an all-to-all sends, or heads do not divide.
+
+        Args:
+          length: number of tokens of a sequence on a device.
+          heads: number of heads of a device.
+          devices: number of devices of `context`.
+          itemsize: bytes of a number of a token.
+        """
+        sent = length * self.token_numbers * itemsize / devices
+        return heads % devices != 0 or sent > PARTS_OF_DEVICE * self.state_bytes
 
 
 class Recurrent(Mixer):
@@ -35,6 +66,14 @@ class Recurrent(Mixer):
 
     def exchanges_heads(self, method: str | None) -> bool:
         return method == "all_to_all"
+
+    def exchange(self, shards: int = 1) -> StateExchange:
+        """Return what the devices of `context` may send for a layer, each with 1 / `shards` of the heads."""
+        raise NotImplementedError
+
+    def fits_parts(self, length: int) -> bool:
+        """Return True if the parts of `length` tokens of a device are as long as what the convolution sees before."""
+        return length // PARTS_OF_DEVICE >= self.conv_kernel - 1
 
 
 class StateSpace(Recurrent):
@@ -82,6 +121,12 @@ class StateSpace(Recurrent):
             heads, num_heads=self.num_heads, num_kv_heads=self.n_groups, head_dim=self.head_dim, window=None
         )
 
+    def exchange(self, shards: int = 1) -> StateExchange:
+        heads = self.num_heads // shards
+        groups = max(self.n_groups // shards, 1)
+        numbers = 2 * groups * self.state_size + heads * (2 * self.head_dim + 1)
+        return StateExchange(numbers, 4 * heads * (self.head_dim * self.state_size + 1), recomputes=False)
+
 
 class GatedDelta(Recurrent):
     """Gated DeltaNet layers (Yang et al., arXiv:2412.06464), which `layer_types` delta has (Qwen3-Next, Qwen 3.5).
@@ -120,6 +165,18 @@ class GatedDelta(Recurrent):
             window=None,
         )
 
+    @property
+    def decays(self) -> int:
+        """Number of decays of a head: 1, or one for each channel of the keys."""
+        return 1
+
+    def exchange(self, shards: int = 1) -> StateExchange:
+        heads = self.num_heads // shards
+        keys = max(self.num_key_heads // shards, 1) * self.key_head_dim
+        numbers = 2 * keys + heads * (2 * self.head_dim + 1 + self.decays)
+        state = self.key_head_dim * (self.key_head_dim + self.head_dim)
+        return StateExchange(numbers, 4 * heads * state, recomputes=True)
+
 
 class KimiDelta(GatedDelta):
     """Kimi Delta Attention (Kimi Linear, arXiv:2510.26692), which `layer_types` kda has.
@@ -129,3 +186,7 @@ class KimiDelta(GatedDelta):
     """
 
     name: Literal["kda"] = "kda"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def decays(self) -> int:
+        return self.key_head_dim

@@ -238,6 +238,32 @@ def test_attention_over_context_sends_latents_where_they_arrive_earlier():
     assert added < 0.4 * tokens * (2 * 2 + 4) * 2 * 16 * 192 / (0.68 * 450e9), "than keys and values would take"
 
 
+RECURRENT = {
+    "delta": ["model.layer_types=[delta]", "model.delta={num_heads: 16, num_key_heads: 8}"],
+    "ssd": ["model.layer_types=[ssd]", "model.ssd={num_heads: 16, n_groups: 8}"],
+}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrences_over_context_send_what_their_mixers_choose(kind):
+    """Heads of short sequences, by all-to-all, and states of long ones, in float32 and twice (with their gradients)."""
+    sizes = ["model.vocab_size=512", "model.hidden_size=1024", "model.num_layers=4", "model.num_heads=8"]
+    sizes += ["train.global_batch_size=8", *RECURRENT[kind]]
+
+    def added(length: int, method: str) -> float:
+        lengths = [*sizes, f"train.sequence_length={length}"]
+        context = exposed(*lengths, "parallel.context=4", f"parallel.context_method={method}", gpus=4)
+        return context - exposed(*lengths, "parallel.fsdp=4", gpus=4)
+
+    for length, chosen in ((256, "all_to_all"), (32768, "all_gather")):
+        assert added(length, "auto") == added(length, chosen)
+    other = added(32768, "all_to_all")
+    numbers = {"delta": 2 * 1024 + 16 * (2 * 128 + 2), "ssd": 2 * 1024 + 16 * (2 * 64 + 1)}[kind]
+    tokens = 4 * 8 * 32768 / 4
+    assert other == pytest.approx(2 * tokens * 2 * numbers * 3 / 4 / (0.68 * 450e9), rel=0.02)
+    assert added(32768, "auto") < other
+
+
 @pytest.mark.parametrize(
     ("chosen", "share"),
     [

@@ -13,38 +13,37 @@ from jaxtyping import Array, Float
 from jaxstack.models.attention.base import context_method
 from jaxstack.models.layer import SegmentIds
 from jaxstack.models.mixers.short_convolution import short_convolution
+from jaxstack.models.recurrent import PARTS_OF_DEVICE, Recurrent
 from pallas_kernels.sequence_shards import SequenceShards, tokens_before
 
 
-def gathers_states(axis: str, length: int, heads: int, conv_kernel: int, token_bytes: int, state_bytes: int) -> bool:
+def gathers_states(axis: str, kind: Recurrent, x: Float[Array, "B T N _"]) -> bool:
     """Return True if devices should gather the maps of the states, False if they should exchange heads.
 
     `parallel.context_method` decides; `auto` takes what sends fewer bytes, and gathers if the devices do not divide the
-    heads.
+    heads, see `StateExchange`.
 
     Args:
       axis: the mesh axis that sequences are split over, inside a `shard_map`.
-      length: number of tokens of a sequence on a device.
-      heads: number of heads of the device.
-      conv_kernel: number of tokens that the convolution sees.
-      token_bytes: bytes of a token's inputs and outputs, of all these heads.
-      state_bytes: bytes of the map of a part of a sequence.
+      kind: the mixer.
+      x: values of the tokens and heads of the device.
 
     Raises:
       ValueError: states were asked for, and a part is shorter than what the convolution sees of the part before.
     """
-    devices = jax.lax.axis_size(axis)
-    parts = SequenceShards(axis).count
+    length, heads = x.shape[1:3]
     method = context_method()
-    fits = length // parts >= conv_kernel - 1
+    fits = kind.fits_parts(length)
     if method == "all_gather" and not fits:
         raise ValueError(
-            f"parallel.context_method all_gather needs parts of at least {conv_kernel - 1} tokens (conv_kernel - 1); "
-            f"found {length // parts}. Take longer sequences, fewer devices of context, or all_to_all."
+            f"parallel.context_method all_gather needs parts of at least {kind.conv_kernel - 1} tokens (conv_kernel - "
+            f"1); found {length // PARTS_OF_DEVICE}. Take longer sequences, fewer devices of context, or all_to_all."
         )
     if method is not None or not fits:
         return method == "all_gather"
-    return heads % devices != 0 or length * token_bytes / devices > parts * state_bytes
+    devices = jax.lax.axis_size(axis)
+    exchange = kind.exchange(kind.num_heads // heads)
+    return exchange.sends_less_by_states(length, heads, devices, x.dtype.itemsize)
 
 
 def convolve_parts(

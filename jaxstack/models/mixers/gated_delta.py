@@ -10,7 +10,6 @@ for each key channel: [B, T, N, H] in place of [B, T, N].
 Dims: B batch, T length, D model, K key heads of H channels, N value heads of V channels, W taps.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -156,11 +155,7 @@ class GatedDeltaNet(nnx.Module):
             return self._recur(v, q, k, segment_ids, beta, dt, *weights)
 
         width = v.shape[-1]
-        keys, heads = k.shape[3], v.shape[2]
-        numbers = 2 * k.shape[2] * keys + heads * (2 * width + 1 + math.prod(dt.shape[3:]))
-        state_bytes = 4 * heads * keys * (keys + width)
-        kernel = self.kind.conv_kernel
-        if gathers_states(axis, v.shape[1], heads, kernel, numbers * v.dtype.itemsize, state_bytes):
+        if gathers_states(axis, self.kind, v):
             return self._recur(v, q, k, segment_ids, beta, dt, *weights, axis=axis)
 
         def whole(joined: jax.Array, q: jax.Array, k: jax.Array, segment_ids: jax.Array | None) -> jax.Array:

@@ -139,11 +139,7 @@ class StateSpaceLayer(nnx.Module):
         if axis is None:
             return self._recur(x, b, c, segment_ids, dt, *weights)
 
-        heads, channels = x.shape[2:]
-        numbers = 2 * b.shape[2] * b.shape[3] + heads * (2 * channels + 1)
-        state_bytes = 4 * heads * (channels * b.shape[3] + 1)
-        kernel = self.kind.conv_kernel
-        if gathers_states(axis, x.shape[1], heads, kernel, numbers * x.dtype.itemsize, state_bytes):
+        if gathers_states(axis, self.kind, x):
             return self._recur(x, b, c, segment_ids, dt, *weights, axis=axis)
 
         def whole(joined: jax.Array, b: jax.Array, c: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
