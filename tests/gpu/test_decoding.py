@@ -1,0 +1,46 @@
+"""Decoding on two GPUs, whose sums are computed by a kernel within a CUDA graph."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstack.decoding.decoder import Decoder
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.models import ModelConfig, Transformer
+from jaxstack.module_arrays.module import ModuleArrays
+from jaxstack.parallel import ParallelConfig, StepLayout, make_mesh, make_rules
+from pallas_kernels import record_choices
+from tests.gpu.conftest import on_hopper
+
+CONFIG = ModelConfig(
+    vocab_size=512, hidden_size=1024, num_layers=4, num_heads=8, num_kv_heads=4, intermediate_size=2048,
+    scan_layers=False, initialization="fan_in", max_position_embeddings=256,
+)  # fmt: skip
+
+
+def open_decoder(devices, sums) -> Decoder:
+    module = ModuleArrays(lambda rngs: Transformer(CONFIG, rngs, dtype=jnp.bfloat16))
+    rules = make_rules(make_mesh(ParallelConfig(tensor=2), devices))
+    shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules), is_leaf=lambda x: isinstance(x, jax.P))
+    params, non_params = module.init(jax.random.key(0))
+    decoder = Decoder(module, jax.device_put(params, shardings), non_params, rules, layout=StepLayout(peer_sums=sums))
+    decoder.join_projections()
+    return decoder
+
+
+def test_sums_by_a_kernel_give_the_same_logits_and_the_same_text_each_time(two_gpus):
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (8, 24))
+    logits = {}
+    decoders = {sums: open_decoder(two_gpus, sums) for sums in ("auto", "never")}
+    for sums, decoder in decoders.items():
+        with record_choices() as choices:
+            logits[sums] = np.asarray(decoder.logits(tokens), np.float64)
+        backends = {choice.backend for choice in choices if choice.operation == "all_reduce"}
+        assert backends == ({"mosaic" if on_hopper() else "xla"} if sums == "auto" else set())
+    difference = np.linalg.norm(logits["auto"] - logits["never"]) / np.linalg.norm(logits["never"])
+    assert difference < 0.02
+    texts = [
+        np.stack(list(decoders["auto"].generate(tokens.tolist(), 64, Sampling(temperature=0)))).tolist()
+        for _ in range(4)
+    ]
+    assert all(text == texts[0] for text in texts)
