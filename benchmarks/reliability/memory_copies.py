@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.rows import append_rows, print_table
+from jaxstack.launch.child import descendants
 
 COLUMNS = ("work", "processes", "interval", "step_seconds", "slowest_step_seconds", "copy_gib", "cost")
 
@@ -44,9 +45,10 @@ def train(args: argparse.Namespace, folder: Path, interval: int) -> dict:
         lines.append(line)
         if match := re.search(r" compute on (\d+) x (.+?) \(", line):
             device = match[2]
-        if line.startswith(f"step {args.steps}/"):
-            process.send_signal(signal.SIGTERM)  # without the last evaluation, which is not measured
-    process.wait(300)
+        if line.startswith(f"step {args.steps}/"):  # without the last save and evaluation, which are not measured
+            for pid in [*descendants(process.pid), process.pid]:
+                os.kill(pid, signal.SIGKILL)
+    process.wait()
     metrics = folder / f"every-{interval}" / "metrics.jsonl"
     found = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     steps = [one for one in found if "step_time_seconds" in one and one["step"] > args.warm_up]

@@ -26,7 +26,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,24 +134,21 @@ def step_bytes(decoder: Decoder, batch: int, tokens: int) -> dict[str, int]:
     }
 
 
-def measure_variant(variant: str, config: RunConfig, model: ModelConfig, args: argparse.Namespace) -> list[Row]:
-    """Return a row for each number of texts and length of prompts."""
+def measure_variant(variant: str, config: RunConfig, model: ModelConfig, args: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each number of texts and length of prompts as soon as it is measured."""
     decoder = make_decoder(config, model, *VARIANTS[variant])
-    rows = []
     for batch, prompt in itertools.product(args.batch, args.prompt):
         with record_choices() as choices:
             first, further = measure(decoder, batch, prompt, args.tokens)
         parts = step_bytes(decoder, batch, prompt + args.tokens // 2)
-        rows.append({
+        yield {
             "work": f"decode {args.preset} batch {batch} prompt {prompt}", "variant": variant,
             "implementation": "jaxstack",
             "device": jax.devices()[0].device_kind, "devices": 1, "batch": batch, "milliseconds": 1e3 * further,
             "prefill_milliseconds": 1e3 * first, "tokens_per_second_per_device": batch / further, **parts,
             **bandwidth(sum(parts.values()) / further), "peak_memory_bytes": peak_memory_bytes(),
             "backends": sorted({choice.backend for choice in choices if choice.operation == "packed_matmul"}),
-        })  # fmt: skip
-        print(rows[-1], flush=True)
-    return rows
+        }  # fmt: skip
 
 
 def compare(rows: list[Row]) -> None:
@@ -189,9 +186,12 @@ def main() -> int:
     config = load_config(None, [f"model.preset={args.preset}", "model.scan_layers=false"])
     fixed = {"vocab_size": config.model.vocab_size or VOCABULARY, "remat": "none"}
     model = config.model.model_copy(update=fixed | (TINY if args.tiny else {}))
-    rows = [row for variant in args.variants for row in measure_variant(variant, config, model, args)]
-    compare(rows)
-    append_rows(script, rows)
+    rows = []
+    for row in itertools.chain.from_iterable(measure_variant(name, config, model, args) for name in args.variants):
+        rows.append(row)
+        compare(rows)
+        append_rows(script, [row])
+        print(row, flush=True)
     print_table(rows, COLUMNS)
     return 0
 

@@ -60,10 +60,27 @@ def speeds() -> str:
     return f"{table_of(SPEED, newest)}\n\n{said}"
 
 
+def ways() -> str:
+    """Return the table of our step with exact log-probabilities beside the usual one, and on two GPUs."""
+    rows = read_all(RESULTS / "reinforce.jsonl")
+    last = next(row["run"] for row in reversed(rows) if row["implementation"] == "jaxstack, exact")
+    usual, exact = (row for row in rows if row["run"] == last)
+    both = next(row for row in reversed(rows) if row["work"].startswith("llama3-1b-fsdp2"))
+    lines = [{**usual, "implementation": "one GPU"}, {**exact, "implementation": "one GPU, exact"}]
+    lines.append({**both, "implementation": "two GPUs, fsdp 2"})
+    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in (usual, both)))
+    said = (
+        f"{usual['work']}; {usual['device']}, commit {commits}. A step with exact log-probabilities takes "
+        f"{exact['step_seconds'] / usual['step_seconds']:.2f} times as long; two GPUs take "
+        f"{both['samples_per_second'] / usual['samples_per_second']:.2f} times as many samples a second as one."
+    )
+    return f"{table_of(SPEED, lines)}\n\n{said}"
+
+
 def pictures() -> dict[str, str]:
     """Return the picture of the rewards."""
     return {"rewards.svg": picture(newest_rows(read_all(RESULTS / "rewards.jsonl")))}
 
 
-PARTS = {**{task: rewards(task) for task in TASKS}, "speed": speeds}
+PARTS = {**{task: rewards(task) for task in TASKS}, "speed": speeds, "ways": ways}
 PAGES = (Page("posttraining.md", PARTS, pictures),)
