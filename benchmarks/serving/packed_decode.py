@@ -42,6 +42,7 @@ from benchmarks.serving.generate import VOCABULARY, bandwidth, measure
 from jaxstack.checkpoint.compressed import named_leaves
 from jaxstack.compress.matrix import MatrixLayout, compressible_weights
 from jaxstack.decoding.decoder import Decoder
+from jaxstack.distributed.device_setup import cache_compilations
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.throughput import peak_memory_bytes
@@ -186,6 +187,7 @@ def main() -> int:
     config = load_config(None, [f"model.preset={args.preset}", "model.scan_layers=false"])
     fixed = {"vocab_size": config.model.vocab_size or VOCABULARY, "remat": "none"}
     model = config.model.model_copy(update=fixed | (TINY if args.tiny else {}))
+    cache_compilations()
     rows = []
     for row in itertools.chain.from_iterable(measure_variant(name, config, model, args) for name in args.variants):
         rows.append(row)
