@@ -143,8 +143,8 @@ def measure(devices: int, rows: int, width: int, names: list[str]) -> list[dict[
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, help="left out: all")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256, 512])
-    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256, 512], help="of the array")
+    parser.add_argument("--width", type=int, default=4096, help="values of a row")
     parser.add_argument("--only", nargs="+", default=list(ALL_REDUCES), choices=ALL_REDUCES, help="ways to sum")
     parser.add_argument("--tiny", action="store_true", help="XLA's all-reduce on two simulated CPU devices")
     options = parser.parse_args()
