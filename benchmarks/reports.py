@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -20,10 +21,10 @@ def events(command: list[str], patience: float, environment: Mapping[str, str] |
 
     Args:
         command: starts a process that calls `report`.
-        patience: seconds without a report after which it is killed.
+        patience: seconds without a report after which it is killed; the stacks of its threads are printed.
         environment: variables that are set for the process.
     """
-    variables = {**os.environ, **(environment or {})}
+    variables = {"PYTHONFAULTHANDLER": "1", **os.environ, **(environment or {})}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
     lines: queue.Queue[str | None] = queue.Queue()
     errors: list[str] = []
@@ -50,6 +51,9 @@ def events(command: list[str], patience: float, environment: Mapping[str, str] |
                 sys.stderr.write(said[-4000:])
             yield {"failed": f"exit {process.returncode}: {' | '.join(said.strip().splitlines()[-3:])[-500:]}"}
     except queue.Empty:
+        process.send_signal(signal.SIGABRT)  # at which Python's fault handler says where it is
+        readers[1].join(timeout=5)
+        sys.stderr.write("".join(errors)[-4000:])
         yield {"failed": f"hangs: not a word for {patience:.0f} s"}
     finally:
         process.kill()
