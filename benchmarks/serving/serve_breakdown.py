@@ -11,8 +11,7 @@ import numpy as np
 
 from benchmarks.training.step_profile import CLASSES, device_events, summarise
 from jaxstack.decoding.engine import Engine
-from jaxstack.decoding.rows import Column
-from jaxstack.decoding.step import pad_chunks
+from jaxstack.decoding.rows import Column, pad_chunks
 from jaxstack.decoding.step_shapes import ChunkShape
 
 CALLS = 5
@@ -51,7 +50,7 @@ def time_program(
     """Return the row of one program: a decode step of all slots, with chunks of prompts unless `shape` is None."""
     programs = engine.programs
     rows = decoded_rows(engine, lengths)
-    chunks = None if shape is None else programs.describe([], shape.rows)
+    chunks = None if shape is None else programs.table.describe([], shape.rows)
     if chunks is not None and shape is not None:
         # Each row is a chunk at the start of its own prompt.
         chunks[:, Column.COUNT] = shape.width
@@ -85,10 +84,10 @@ def time_program(
 
 
 def decoded_rows(engine: Engine, lengths: tuple[int, int]) -> np.ndarray:
-    """Return the int32 descriptions of a row for each slot, with random lengths and pages; see `Programs.describe`."""
+    """Return the int32 descriptions of a row for each slot, with random lengths and pages; see `RowTable.describe`."""
     slots = engine.config.slots
     random = np.random.default_rng(0)
-    rows = engine.programs.describe([], slots)
+    rows = engine.programs.table.describe([], slots)
     width = rows.shape[1] - Column.PAGES
     rows[:, Column.SLOT], rows[:, Column.COUNT] = np.arange(slots), 1
     rows[:, Column.START] = random.integers(lengths[0], lengths[1] + 1, slots) - 1

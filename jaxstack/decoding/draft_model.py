@@ -23,10 +23,19 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxstack.decoding.cache_room import copy_row, make_cache, row_axes
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.logit_changes import LogitChanges, change_logits, count_tokens
-from jaxstack.decoding.rows import Column, Pages, RecentTokens, decode_rows, pack_rows, page_counts, rows_at_step
+from jaxstack.decoding.rows import (
+    Column,
+    Pages,
+    RecentTokens,
+    decode_rows,
+    pack_rows,
+    page_counts,
+    rows_at_step,
+    sampling_of,
+)
 from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
 from jaxstack.decoding.scores import pack_scores
-from jaxstack.decoding.step import Programs, limit_vocabulary, sampling_of
+from jaxstack.decoding.step import Programs, limit_vocabulary
 from jaxstack.errors import ConfigError
 from jaxstack.models.layer import CacheRoom
 from jaxstack.parallel.sharding_context import logical_axis_rules
@@ -107,7 +116,7 @@ class DraftPrograms:
         """Dispatch one step of drafting, verifying and sampling asynchronously; return samples and accepted counts.
 
         Args:
-          rows: from `describe`, of decoded rows; COUNT is the number of drafts and 1.
+          rows: from `RowTable.describe`, of decoded rows; COUNT is the number of drafts and 1.
           newest: newest token of each decoded row.
           chunks, tokens, mode, mask: as in `Programs.run`, with D samples for each decoded row.
           recent: tokens of each decoded row that one of the models runs again, the newest included.

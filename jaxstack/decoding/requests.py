@@ -96,7 +96,7 @@ class Request:
       slot: its place in the batch; None while it waits.
       pages, digests: its pages in order, and the digests of the full ones.
       branch: number of tokens after which a snapshot of its states is kept; 0: there is no such place.
-      described_pages: number of its pages in the table of `Programs.describe`; -1: its settings are missing there too.
+      described_pages: number of its pages in the table of `RowTable.describe`; -1: its settings are missing there too.
     """
 
     def __init__(

@@ -1,9 +1,11 @@
 """Rows of the serving engine's batch as arrays, and the forward pass over their tokens with a paged KV cache.
 
+A row is described by the host, in a `RowTable`, as one line of the int32 array that the programs get.
+
 Dims: R rows, C their width in tokens, V vocabulary, D model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
@@ -12,6 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxstack.decoding.requests import Request
+from jaxstack.decoding.sampling import Mode, RowSampling
+from jaxstack.decoding.schedule import Row
+from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.models.adapter_stack import use_adapters
 from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.layer import PageGroup, PageSlots
@@ -23,6 +29,10 @@ RowTokens: TypeAlias = tuple[Int[Array, "R columns"], Int[Array, "R C"]]
 """A group of rows of equal width C: row descriptions [R, columns] and token ids [R, C].
 
 A row's COUNT tokens are right-aligned; what precedes them is padding."""
+
+
+_NO_LIMIT = 2**31 - 1
+"""Largest int32, which is no limit of the number of tokens to sample from."""
 
 
 class RecentTokens(NamedTuple):
@@ -63,6 +73,106 @@ class Column(IntEnum):
     ADAPTER = 11
     """Number of the adapter that the row's tokens are computed with; 0: none."""
     PAGES = 12
+
+
+class RowTable:
+    """Descriptions of the requests in the slots, from which those of each step's rows are copied.
+
+    Args:
+      slots: number of slots.
+      width: most pages of a request.
+      page_size: tokens of a page.
+      change: is called with a request whose logits are changed, when it is described first.
+    """
+
+    def __init__(self, slots: int, width: int, page_size: int, change: Callable[[Request], None]):
+        self.slots = slots
+        self.page_size = page_size
+        self._described = np.zeros((slots, Column.PAGES + width), np.int32)
+        self._change = change
+
+    def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
+        """Encode the rows of a step's batch as an int32 array for the programs, padded to `count` rows."""
+        for row in rows:
+            if row.request.described_pages != len(row.request.pages):
+                self._write(row.request)
+        plan = np.zeros((count, self._described.shape[1]), np.int32)
+        plan[:, Column.STORE] = self.slots
+        if rows:
+            slots = np.array([row.request.slot for row in rows])
+            own = plan[: len(rows)]
+            own[:] = self._described[slots]
+            own[:, Column.START] = [row.start for row in rows]
+            own[:, Column.COUNT] = [row.count for row in rows]
+            own[:, Column.STORE] = [self.slots if row.index is None else row.request.slot for row in rows]
+            own[:, Column.INDEX] = [row.index or 0 for row in rows]
+        return plan
+
+    def describe_deepest(self, shape: ChunkShape, page: int) -> Int[np.ndarray, "Q columns"]:
+        """Encode full prompt chunks at the end of the longest prompt, all of whose pages are `page`, to time them."""
+        chunks = self.describe([], shape.rows)
+        longest = (self._described.shape[1] - Column.PAGES) * self.page_size
+        count = min(shape.width, longest)
+        chunks[:, Column.START] = longest - count
+        chunks[:, Column.COUNT] = count
+        chunks[:, Column.PAGES :] = page
+        return chunks
+
+    def _write(self, request: Request) -> None:
+        """Write a request's sampling settings and new page numbers into the table that `describe` copies from."""
+        line = self._described[request.slot]
+        known = request.described_pages
+        if known < 0:
+            known = 0
+            sampling = request.sampling
+            floats = line.view(np.float32)
+            line[:] = 0
+            line[Column.SLOT] = request.slot
+            line[Column.SEED] = np.uint32(request.seed).view(np.int32)
+            line[Column.TOP_K] = min(sampling.top_k or _NO_LIMIT, _NO_LIMIT)
+            # Logits divided by a temperature outside of these bounds would overflow, or all be equal.
+            temperature = min(max(sampling.temperature, 1e-6), 1e6) if sampling.temperature else 0.0
+            floats[Column.TEMPERATURE] = temperature
+            floats[Column.MIN_P] = sampling.min_p or 0
+            floats[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
+            line[Column.CHANGED] = sampling.changes_logits
+            line[Column.ADAPTER] = 0 if request.adapter is None else request.adapter.number
+            if sampling.changes_logits:
+                self._change(request)
+        line[Column.PAGES + known : Column.PAGES + len(request.pages)] = request.pages[known:]
+        request.described_pages = len(request.pages)
+
+
+def sampling_of(rows: Int[Array, "R columns"]) -> RowSampling:
+    """Decode each row's sampling settings from the int32 array that describes the rows of a step."""
+    floats = jax.lax.bitcast_convert_type(rows, jnp.float32)
+    return RowSampling(
+        jax.lax.bitcast_convert_type(rows[:, Column.SEED], jnp.uint32),
+        rows[:, Column.INDEX],
+        floats[:, Column.TEMPERATURE],
+        rows[:, Column.TOP_K],
+        floats[:, Column.TOP_P],
+        floats[:, Column.MIN_P],
+    )
+
+
+def choose_mode(rows: Sequence[Row]) -> Mode:
+    """Return the cheapest mode that samples all rows: greedy, free (temperature) or limited (top-k, top-p, min-p)."""
+    settings = [row.request.sampling for row in rows]
+    if all(s.temperature == 0 for s in settings):
+        return "greedy"
+    limited = any(s.top_k is not None or s.min_p or s.top_p is not None for s in settings)
+    return "limited" if limited else "free"
+
+
+def pad_chunks(rows: Sequence[Row], shape: ChunkShape, ahead: int = 0) -> Int[np.ndarray, "Q C"]:
+    """Return the rows' prompt tokens, or those `ahead` places later, as an int32 array, left-padded to `shape`."""
+    tokens = np.zeros(shape, np.int32)
+    for line, row in zip(tokens, rows, strict=False):
+        first = row.start + ahead
+        found = row.request.tokens[first : first + row.count]
+        line[shape.width - row.count :][: len(found)] = found
+    return tokens
 
 
 def decode_rows(

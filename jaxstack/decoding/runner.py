@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.ngram_draft import accept
-from jaxstack.decoding.rows import Column, RecentTokens
+from jaxstack.decoding.rows import Column, RecentTokens, choose_mode, pad_chunks
 from jaxstack.decoding.sampling import Mode
 from jaxstack.decoding.schedule import Row, StepPlan
 from jaxstack.decoding.scores import unpack_scores
-from jaxstack.decoding.step import Programs, choose_mode, pad_chunks
+from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import ChunkShape, StepSeconds
 
 
@@ -166,15 +166,15 @@ class Runner:
             self._run_all(shapes, alone)
         # The first run of a program may still allocate and initialize, which no request should wait for.
         self._run_all(shapes, alone)
-        rows = self.programs.describe([], self._slots)
+        rows = self.programs.table.describe([], self._slots)
         decode = seconds_of(lambda: self._run_empty(rows, None, None))
         at_start = dict[ChunkShape, float]()
         at_end = dict[ChunkShape, float]()
         for shape in shapes:
-            at_start[shape] = self._time_chunks(shape, self.programs.describe([], shape.rows))
+            at_start[shape] = self._time_chunks(shape, self.programs.table.describe([], shape.rows))
             at_end[shape] = at_start[shape]
             if page:
-                at_end[shape] = self._time_chunks(shape, self.programs.describe_deepest(shape, page[0]))
+                at_end[shape] = self._time_chunks(shape, self.programs.table.describe_deepest(shape, page[0]))
         return StepSeconds(decode, at_start, at_end)
 
     def _compiling(self) -> contextlib.AbstractContextManager[None]:
@@ -202,13 +202,13 @@ class Runner:
 
     def _padding(self, count: int, adapter: int) -> Int[np.ndarray, "R columns"]:
         """Return the description of rows of padding that are computed with an adapter."""
-        rows = self.programs.describe([], count)
+        rows = self.programs.table.describe([], count)
         rows[:, Column.ADAPTER] = adapter
         return rows
 
     def _time_chunks(self, shape: ChunkShape, chunks: Int[np.ndarray, "Q columns"]) -> float:
         """Return the seconds of a step of all batch slots and these rows of prompt chunks."""
-        rows = self.programs.describe([], self._slots)
+        rows = self.programs.table.describe([], self._slots)
         tokens = pad_chunks([], shape)
         return seconds_of(lambda: self._run_empty(rows, chunks, tokens))
 
@@ -247,7 +247,7 @@ class Runner:
             scores.copy_to_host_async()
         pooled = None
         if plan.shape is not None and any(row.request.pools for row in plan.chunks):
-            pooled = self.programs.pool_prompts(self.programs.describe(plan.chunks, plan.shape.rows))
+            pooled = self.programs.pool_prompts(self.programs.table.describe(plan.chunks, plan.shape.rows))
             pooled.copy_to_host_async()
         self._in_flight.append(_Dispatched(plan, sampled, scores, pooled, time.perf_counter_ns()))
 
@@ -295,7 +295,7 @@ class Runner:
         return next(count for count in self._row_counts if count >= len(plan.decoded))
 
     def _run_steps(self, plan: StepPlan) -> Int[Array, "steps rows"]:
-        rows = self.programs.describe(plan.decoded, self._row_count(plan))
+        rows = self.programs.table.describe(plan.decoded, self._row_count(plan))
         return self.programs.run_steps(rows, plan.steps, self._steps, choose_mode(plan.decoded))
 
     def _run_one(self, plan: StepPlan) -> Int[Array, " samples"]:
@@ -307,11 +307,11 @@ class Runner:
     def _arguments(self, plan: StepPlan) -> _Arguments:
         programs = self.programs
         count = self._row_count(plan)
-        rows = programs.describe(plan.decoded, count)
+        rows = programs.table.describe(plan.decoded, count)
         chunks = None
         tokens = None
         if plan.shape is not None:
-            chunks = programs.describe(plan.chunks, plan.shape.rows)
+            chunks = programs.table.describe(plan.chunks, plan.shape.rows)
             tokens = pad_chunks(plan.chunks, plan.shape)
         mask = self._mask(plan, count * self._width)
         return _Arguments(rows, chunks, tokens, choose_mode(plan.rows) if mask is None else "limited", mask)

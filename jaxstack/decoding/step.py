@@ -6,7 +6,7 @@ Dims: S slots, R rows, C width of a chunk, V vocabulary.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
@@ -27,19 +27,25 @@ from jaxstack.decoding.logit_changes import (
     put_changes,
 )
 from jaxstack.decoding.requests import Request
-from jaxstack.decoding.rows import Column, Pages, RecentTokens, decode_rows, rows_at_step, run_rows, sampled_logits
-from jaxstack.decoding.sampling import Mode, RowSampling, Sampling, apply_bitmask, log_probabilities, sample_rows
-from jaxstack.decoding.schedule import Row
+from jaxstack.decoding.rows import (
+    Column,
+    Pages,
+    RecentTokens,
+    RowTable,
+    decode_rows,
+    rows_at_step,
+    run_rows,
+    sampled_logits,
+    sampling_of,
+)
+from jaxstack.decoding.sampling import Mode, Sampling, apply_bitmask, log_probabilities, sample_rows
 from jaxstack.decoding.scores import pack_scores
-from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.xla_options import OptionValue, half_batch_options, without_graph_options
 from jaxstack.models.adapters import without_adapters
 from jaxstack.models.layer import CacheRoom
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from pallas_kernels.target import current_target
 
-_NO_LIMIT = 2**31 - 1
-"""Largest int32, which is no limit of the number of tokens to sample from."""
 _LONG_STEP = 256
 """Tokens from which a step's kernels take longer than their launch."""
 _SCORE_BLOCK = 64
@@ -93,7 +99,7 @@ class Programs:
         self.halves_from = halves_from
         self.constant_steps = constant_steps
         self.table_width = -(-room.length // room.page_size)
-        self._described = np.zeros((room.slots, Column.PAGES + self.table_width), np.int32)
+        self.table = RowTable(room.slots, self.table_width, self.page_size, self._change)
         self.vocab_size = vocab_size
         self.words = -(-(vocab_size or model.config.vocab_size or 0) // 32)
         """int32 words of a row's mask of allowed tokens."""
@@ -189,57 +195,6 @@ class Programs:
             for source, target in copies:
                 self._pages = self._copy(np.int32(source), np.int32(target), pages=self._pages)
 
-    def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
-        """Encode the rows of a step's batch as an int32 array for the programs, padded to `count` rows."""
-        for row in rows:
-            if row.request.described_pages != len(row.request.pages):
-                self._describe_request(row.request)
-        plan = np.zeros((count, self._described.shape[1]), np.int32)
-        plan[:, Column.STORE] = self.slots
-        if rows:
-            slots = np.array([row.request.slot for row in rows])
-            own = plan[: len(rows)]
-            own[:] = self._described[slots]
-            own[:, Column.START] = [row.start for row in rows]
-            own[:, Column.COUNT] = [row.count for row in rows]
-            own[:, Column.STORE] = [self.slots if row.index is None else row.request.slot for row in rows]
-            own[:, Column.INDEX] = [row.index or 0 for row in rows]
-        return plan
-
-    def describe_deepest(self, shape: ChunkShape, page: int) -> Int[np.ndarray, "Q columns"]:
-        """Encode full prompt chunks at the end of the longest prompt, all of whose pages are `page`, to time them."""
-        chunks = self.describe([], shape.rows)
-        longest = self.table_width * self.page_size
-        count = min(shape.width, longest)
-        chunks[:, Column.START] = longest - count
-        chunks[:, Column.COUNT] = count
-        chunks[:, Column.PAGES :] = page
-        return chunks
-
-    def _describe_request(self, request: Request) -> None:
-        """Write a request's sampling settings and new page numbers into the table that `describe` copies from."""
-        line = self._described[request.slot]
-        known = request.described_pages
-        if known < 0:
-            known = 0
-            sampling = request.sampling
-            floats = line.view(np.float32)
-            line[:] = 0
-            line[Column.SLOT] = request.slot
-            line[Column.SEED] = np.uint32(request.seed).view(np.int32)
-            line[Column.TOP_K] = min(sampling.top_k or _NO_LIMIT, _NO_LIMIT)
-            # Logits divided by a temperature outside of these bounds would overflow, or all be equal.
-            temperature = min(max(sampling.temperature, 1e-6), 1e6) if sampling.temperature else 0.0
-            floats[Column.TEMPERATURE] = temperature
-            floats[Column.MIN_P] = sampling.min_p or 0
-            floats[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
-            line[Column.CHANGED] = sampling.changes_logits
-            line[Column.ADAPTER] = 0 if request.adapter is None else request.adapter.number
-            if sampling.changes_logits:
-                self._change(request)
-        line[Column.PAGES + known : Column.PAGES + len(request.pages)] = request.pages[known:]
-        request.described_pages = len(request.pages)
-
     def _change(self, request: Request) -> None:
         """Put what changes a request's logits into the row of its slot."""
         answer = request.tokens[len(request.prompt) :]
@@ -276,8 +231,8 @@ class Programs:
         """Dispatch one step asynchronously; return a sample for each decoded row, then for each prompt chunk.
 
         Args:
-          rows: from `describe`, of decoded rows.
-          chunks: from `describe`, of rows of prompt tokens.
+          rows: from `RowTable.describe`, of decoded rows.
+          chunks: from `RowTable.describe`, of rows of prompt tokens.
           tokens: ids of the chunks, each at the end of its row.
           mode: how tokens are sampled.
           mask: allowed tokens of all samples, see `Constraint.fill_mask`; None: all tokens are.
@@ -333,7 +288,7 @@ class Programs:
         """Dispatch several decode steps as one program, asynchronously; return the samples of each step.
 
         Args:
-          rows: from `describe`; COUNT is the number of steps of each row, from the first on.
+          rows: from `RowTable.describe`; COUNT is the number of steps of each row, from the first on.
           steps: number of steps.
           most: upper limit of `steps`, for which the program is compiled.
           mode: how tokens are sampled.
@@ -397,7 +352,7 @@ class Programs:
         self.put_no_changes()
         with jax.set_mesh(self.model.rules.mesh):
             for total in sorted(totals):
-                rows = self.describe([], total)[:, : Column.PAGES]
+                rows = self.table.describe([], total)[:, : Column.PAGES]
                 logits = np.zeros((total, self.model.config.vocab_size or 0), np.float32)
                 logits = jax.device_put(logits, self.model.rules.sharding(jax.P()))
                 for mode in get_args(Mode):
@@ -577,35 +532,3 @@ def _compiler_options(model: ModelOnMesh, variant: StepVariant) -> dict[str, Opt
 def limit_vocabulary(logits: Float[Array, "*R V"], size: int | None) -> Float[Array, "*R V"]:
     """Set the logits of ids >= `size`, which the tokenizer does not use, to -inf; a `size` of None changes nothing."""
     return logits if size is None else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, -jnp.inf)
-
-
-def sampling_of(rows: Int[Array, "R columns"]) -> RowSampling:
-    """Decode each row's sampling settings from the int32 array that describes the rows of a step."""
-    floats = jax.lax.bitcast_convert_type(rows, jnp.float32)
-    return RowSampling(
-        jax.lax.bitcast_convert_type(rows[:, Column.SEED], jnp.uint32),
-        rows[:, Column.INDEX],
-        floats[:, Column.TEMPERATURE],
-        rows[:, Column.TOP_K],
-        floats[:, Column.TOP_P],
-        floats[:, Column.MIN_P],
-    )
-
-
-def choose_mode(rows: Sequence[Row]) -> Mode:
-    """Return the cheapest mode that samples all rows: greedy, free (temperature) or limited (top-k, top-p, min-p)."""
-    settings = [row.request.sampling for row in rows]
-    if all(s.temperature == 0 for s in settings):
-        return "greedy"
-    limited = any(s.top_k is not None or s.min_p or s.top_p is not None for s in settings)
-    return "limited" if limited else "free"
-
-
-def pad_chunks(rows: Sequence[Row], shape: ChunkShape, ahead: int = 0) -> Int[np.ndarray, "Q C"]:
-    """Return the rows' prompt tokens, or those `ahead` places later, as an int32 array, left-padded to `shape`."""
-    tokens = np.zeros(shape, np.int32)
-    for line, row in zip(tokens, rows, strict=False):
-        first = row.start + ahead
-        found = row.request.tokens[first : first + row.count]
-        line[shape.width - row.count :][: len(found)] = found
-    return tokens
