@@ -55,8 +55,9 @@ Shapes drawn at random, for which nobody tuned block sizes: batch, tokens, query
 """,
     "all_reduce": """\
 Sums of an array of each device over all devices, 32 in a chain as in the layers of a model, less the time of the chain
-without them. `xla` is XLA's default, which is kernels of its own for small arrays; `mosaic` is ours, `+ norm` with the
-residual addition and the RMS norm that follow.
+without them. Where a program has one step, what the host does for each sum when a program starts counts too. `xla` is
+XLA's default, which is kernels of its own for small arrays; `mosaic` is ours, `+ norm` with the residual addition and
+the RMS norm that follow.
 """,
     "collective_matmul": """\
 The up and down projections of an MLP whose rows are sharded between the matrix products; `ms` is forward and backward.
