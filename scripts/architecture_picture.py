@@ -40,6 +40,8 @@ WAY = (
 """Package -> what a batch is there, and one more line, in the order of a step."""
 LETTER = 5.6
 """Width of a letter of a module's name, in pixels."""
+ROOM = 14.0
+"""Width of a box beside its name, and of the gap to the next one."""
 BOX = '<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="7" fill="{fill}" stroke="var(--rule)"/>'
 
 
@@ -61,6 +63,17 @@ def read_rows() -> dict[str, list[str]]:
     return {name: modules[start:end] for name, start, end in zip(ROWS, starts, starts[1:], strict=False)}
 
 
+def fit_row(modules: Sequence[str], width: float) -> list[str]:
+    """Return the names of a row's boxes: where the modules do not fit, those of one package share a box."""
+    if sum(LETTER * len(module) + ROOM for module in modules) <= width:
+        return list(modules)
+    packages = [module.partition(".")[0] for module in modules]
+    names = (
+        package if packages.count(package) > 1 else module for module, package in zip(modules, packages, strict=True)
+    )
+    return list(dict.fromkeys(names))
+
+
 def draw_layers() -> str:
     """Return the SVG of the layers, with the kernels beside them."""
     width = 900
@@ -69,7 +82,8 @@ def draw_layers() -> str:
     row = 40
     rows = read_rows()
     parts = []
-    for index, (name, modules) in enumerate(rows.items()):
+    for index, (name, row_modules) in enumerate(rows.items()):
+        modules = fit_row(row_modules, right - left)
         y = 20 + index * row
         parts.append(text(left - 14, y + 21, name, text_anchor="end", class_="soft").replace("class-", "class"))
         letters = sum(map(len, modules))
