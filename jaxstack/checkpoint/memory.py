@@ -387,7 +387,7 @@ class MemoryCheckpoints:
 
 
 class _Found(NamedTuple):
-    """What a process has found of its shards of one step in the copies in memory."""
+    """Result of a process's search for its shards of one step in the copies in memory."""
 
     source: str | None
     """`own`, `neighbour`, or `others` for copies of several processes; None: not all shards are there."""

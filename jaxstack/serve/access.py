@@ -1,4 +1,4 @@
-"""What the HTTP server checks of each request first: the host it names, its API key, and its body.
+"""Checks of each HTTP request before it is handled: the host that it names, its API key, and its body.
 
 A body is read within limits of size and time, and parsed as JSON of a known form.
 """
