@@ -112,6 +112,9 @@ Hybrids of three recurrent layers to one of attention, and a Transformer with ab
 batches. `loss` is the mean over the last tenth of the tokens; `loss ratio` is relative to the Transformer's of the same
 seed. Runs shared a GPU, so their speed is not given.
 """,
+    "shipped": """\
+Configurations of `configs/` as they are shipped, on a CPU; `seconds` beside whatever else the machine did.
+""",
     "overlap": """\
 Milliseconds of a traced step on device 0. `overlap` is the share of `communication` during which another kernel
 computes; `hidden` is the share of the communication of the row without overlap that adds no time to the kernels, which
