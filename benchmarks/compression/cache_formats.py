@@ -27,7 +27,8 @@ from benchmarks.compression.compression_methods import calibration_batches
 from benchmarks.rows import append_rows, print_table, require_commit
 from jaxstack.checkpoint.compressed import dense_parameter, named_leaves
 from jaxstack.compress.after_training.layerwise import compress_layers
-from jaxstack.compress.after_training.run import as_stored, compress_leaves
+from jaxstack.compress.after_training.run import compress_leaves
+from jaxstack.compress.after_training.stored_weights import as_stored
 from jaxstack.compress.config import Recipe, choose_methods, load_recipe
 from jaxstack.compress.matrix import compressible_weights
 from jaxstack.compress.solvers.bct import BctGptq, in_integers

@@ -8,7 +8,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -60,11 +60,34 @@ def write_compressed(directory: str | Path, params: Params, step: int) -> None:
     Raises:
       JaxstackError: the disk is full or fails.
     """
+    write_leaves(directory, named_leaves(params).items(), step)
+
+
+def write_leaves(
+    directory: str | Path, leaves: Iterable[tuple[str, Any]], step: int, file_bytes: int = _SHARD_BYTES
+) -> None:
+    """Write parameters as `write_compressed` does, taking one after the other from (path, array or `PackedWeight`).
+
+    Args:
+      directory: the run directory.
+      leaves: the parameters.
+      step: step of the checkpoint that was compressed.
+      file_bytes: bytes of a file, which are in memory until it is written.
+
+    Raises:
+      JaxstackError: the disk is full or fails.
+    """
     folder = Path(directory) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    leaves = named_leaves(params)
-    write_weights(folder, _tensors(leaves), _SHARD_BYTES)
-    weights = {path: _describe(leaf) for path, leaf in leaves.items() if is_packed(leaf)}
+    weights: dict[str, Any] = {}
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for path, leaf in leaves:
+            if is_packed(leaf):
+                weights[path] = _describe(leaf)
+            yield from _tensors({path: leaf})
+
+    write_weights(folder, tensors(), file_bytes)
     hashes = hash_files(folder, sorted(path.name for path in folder.iterdir()), sync=True)
     write_json(folder / MANIFEST, {"version": VERSION, "step": step, "weights": weights, "files": hashes})
 

@@ -15,7 +15,8 @@ _OVERRIDE = re.compile(r"(layers|calibration|store|vectors)(\.\w+)*=")
 """Override of a recipe's value."""
 
 _LESS_MEMORY = (
-    "calibration.sequences or calibration.batch_size, or set JAX_PLATFORMS=cpu, as the host may have more memory"
+    "calibration.sequences or calibration.batch_size, add --from-disk, or set JAX_PLATFORMS=cpu, as the host may have "
+    "more memory"
 )
 """Ways to need less device memory, for the message that there is too little."""
 
@@ -34,6 +35,12 @@ def make_parser() -> CommandParser:
         "--recipe", metavar="NAME|FILE", required=True, help="recipe by name (such as int8) or YAML file"
     )
     parser.add_argument("--out", metavar="DIR", help="directory to write; must not exist (default: RUN-RECIPE)")
+    parser.add_argument(
+        "--from-disk",
+        action="store_true",
+        help="read, compress and write one layer at a time, for a Hugging Face checkpoint larger than the memory; no "
+        "loss is measured",
+    )
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to compress (default: the newest)")
     parser.add_argument(
         "overrides",
@@ -84,7 +91,7 @@ def _compress(args: argparse.Namespace) -> None:
         args.run,
         load_recipe(args.recipe, args.overrides),
         out,
-        CompressOptions(args.step, text, args.layer_tokens),
+        CompressOptions(args.step, text, args.layer_tokens, args.from_disk),
         report=lambda line: print(line, file=sys.stderr),
     )
     print("\n".join(summary_lines(result)))

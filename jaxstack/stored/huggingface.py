@@ -110,6 +110,7 @@ class HuggingFaceCheckpoint(StoredModel):
     def open_layers(self, model: ModelConfig) -> StoredLayers:
         if self.packed:
             raise ConfigError(
-                f"--resident-layers reads plain weights, and those of {self.directory} are quantized; leave it out."
+                f"single layers are read as plain weights, and those of {self.directory} are quantized; leave out "
+                "--resident-layers or --from-disk."
             )
         return ModelParts(self.directory, model)

@@ -228,7 +228,8 @@ class StoredModel(ABC):
         """
         del model
         raise ConfigError(
-            f"--resident-layers reads single layers from safetensors; {self.directory} is {self.title}. Leave it out."
+            f"single layers are read from the safetensors of a Hugging Face checkpoint; {self.directory} is "
+            f"{self.title}. Leave out --resident-layers or --from-disk, or export it first (jaxstack.export)."
         )
 
 

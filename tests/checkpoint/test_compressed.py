@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxstack.checkpoint.compressed import FOLDER, MANIFEST, is_compressed, read_compressed, write_compressed
-from jaxstack.compress.after_training.run import as_stored
+from jaxstack.compress.after_training.stored_weights import as_stored
 from jaxstack.compress.config import Keep, Recipe
 from jaxstack.errors import JaxstackError
 from pallas_kernels import Grid

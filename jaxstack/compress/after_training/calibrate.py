@@ -182,12 +182,14 @@ class LayerRunner:
     Args:
       dtype: dtype of the computation.
       rules: sharding rules of the mesh; None: one device.
+      on_host: True keeps the hidden states in host memory between two layers.
     """
 
-    def __init__(self, dtype: jax.typing.DTypeLike, rules: AxisRules | None = None):
+    def __init__(self, dtype: jax.typing.DTypeLike, rules: AxisRules | None = None, *, on_host: bool = False):
         self._dtype = dtype
         self._rules = rules
-        self._embed = jax.jit(self._embed_tokens, static_argnames="graphdef")
+        self._on_host = on_host
+        self._embed = jax.jit(self._embed_tokens, static_argnames=("graphdef", "structure", "absent"))
         self._apply = jax.jit(self._apply_layer, static_argnames="graphdef", donate_argnames="x")
         self._measure = jax.jit(self._add_statistics, static_argnames=("graphdef", "needs"), donate_argnames="sums")
         self._measure_experts = jax.jit(
@@ -205,6 +207,7 @@ class LayerRunner:
         """Compute the inputs of the first Transformer layer for batches of calibration text.
 
         Args:
+          model: the model; its layers and head may be shapes.
           batches: `tokens` [B, T] int32, and with packing `positions` and `segment_ids` [B, T].
 
         Raises:
@@ -212,16 +215,24 @@ class LayerRunner:
         """
         model.config.check_independent_layers("calibration", "use a method without it, such as rtn")
         graphdef, state = nnx.split(model)
+        leaves, structure = jax.tree.flatten(state)
+        absent = tuple(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in leaves)
+        arrays = [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
+        static = {"graphdef": graphdef, "structure": structure, "absent": absent}
         found = []
         for batch in batches:
             options = {name: jnp.asarray(batch[name]) for name in ("positions", "segment_ids") if name in batch}
-            found.append(Batch(*self._embed(graphdef, state, jnp.asarray(batch["tokens"]), options)))
+            x, context = self._embed(arrays, jnp.asarray(batch["tokens"]), options, **static)
+            found.append(Batch(self._kept(x), context))
         return found
 
     def apply(self, block: Block, batches: Sequence[Batch]) -> list[Batch]:
         """Run a Transformer layer on each batch and return its outputs; the inputs' buffers are donated."""
         graphdef, state = nnx.split(block)
-        return [batch._replace(x=self._apply(graphdef, state, *batch)) for batch in batches]
+        return [batch._replace(x=self._kept(self._apply(graphdef, state, *batch))) for batch in batches]
+
+    def _kept(self, x: jax.Array) -> Any:
+        return np.asarray(x) if self._on_host else x
 
     def measure(
         self, block: Block, batches: Sequence[Batch], needs: Mapping[str, frozenset[Statistic]]
@@ -320,8 +331,16 @@ class LayerRunner:
         return block
 
     def _embed_tokens(
-        self, graphdef: nnx.GraphDef, state: Weights, tokens: jax.Array, options: Mapping[str, jax.Array]
+        self,
+        arrays: Sequence[jax.Array | None],
+        tokens: jax.Array,
+        options: Mapping[str, jax.Array],
+        *,
+        graphdef: nnx.GraphDef,
+        structure: Any,
+        absent: Sequence[jax.ShapeDtypeStruct | None],
     ) -> tuple[jax.Array, Context]:
+        state = structure.unflatten([shape if x is None else x for x, shape in zip(arrays, absent, strict=True)])
         with self._sharded():
             return nnx.merge(graphdef, state).inputs_of_layers(tokens, **options)
 

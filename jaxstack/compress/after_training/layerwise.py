@@ -5,14 +5,15 @@ Only one layer's statistics and the residual stream of the calibration text are 
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxstack.checkpoint.compressed import named_leaves
 from jaxstack.compress.after_training.calibrate import (
     Batch,
     LayerRunner,
@@ -89,45 +90,111 @@ def compress_layers(
       ConfigError: a method needs the inputs of an embedding that is not the head.
       KeyError: a path of `methods` is no weight that can be compressed.
     """
-    model = nnx.merge(*nnx.split(model))
-    run = _Run(model, LayerRunner(model.dtype, rules), expert_tokens, report)
-    pending = dict(methods)
-    known = {*run.kernel_paths(), TABLE, *([HEAD] if model.head is not None else [])}
-    if unknown := pending.keys() - known:
-        raise KeyError(f"{sorted(unknown)[0]!r} is no weight that can be compressed; there are {sorted(known)}.")
-    if TABLE in pending and not pending[TABLE].needs:
-        model.embedding.table[...] = run.compress(
-            TABLE, pending.pop(TABLE), model.embedding.table[...], run.ends[TABLE]
-        )
-    elif TABLE in pending and model.head is not None:
-        raise ConfigError(
-            f"{TABLE} cannot be compressed by a method that measures a layer's inputs, which are token ids here: put "
-            f"{{path: {TABLE}, method: keep}} before the rule with path {pending[TABLE].path!r}, or round it (rtn)."
-        )
-    streams = run.runner.embed(model, batches)
-    for number, block in layers_in_order(model.decoder):
-        prefix = f"decoder/layers/{number}/"
-        chosen = {name: pending[prefix + name] for name in layer_kernels(block) if prefix + name in pending}
-        report(f"layer {number + 1} of {model.config.num_layers}: {len(chosen)} weights")
-        streams = run.runner.apply(run.compress_block(block, streams, chosen, prefix), streams)
-    for path, w in ((HEAD, model.head), (TABLE, model.embedding.table)):
-        if path in pending and w is not None:
-            method = pending[path]
-            statistics = run.runner.measure_head(model, streams, method.needs) if method.needs else None
-            run.compress(path, method, w[...], run.ends[path], statistics)
-    return run.result
+    run = LayerCompression(model, LayerRunner(model.dtype, rules), expert_tokens, report)
+    changed = {}
+    for part in run.parts(batches, methods):
+        changed |= part.changed
+    return dataclasses.replace(run.result, weights=changed)
 
 
-class _Run:
-    """State of a layer-by-layer compression: the model, the functions that run its layers, and the result so far."""
+PartOfModel = TypeVar("PartOfModel", bound=nnx.Module)
 
-    def __init__(self, model: Transformer, runner: LayerRunner, expert_tokens: int, report: Callable[[str], None]):
-        self.model = model
+
+class Part(NamedTuple):
+    """The parameters of a layer, or an embedding or head, by path in the model, before and after compression."""
+
+    before: dict[str, jax.Array]
+    """All its parameters, float32."""
+    changed: dict[str, PackedWeight | jax.Array]
+    """Those that were changed, as in `LayerwiseResult.weights`."""
+
+
+Read: TypeAlias = Callable[[str], Any]
+"""Path in the model -> the parameter there as an array, or those below it as nested dicts of arrays."""
+
+
+class LayerCompression:
+    """State of a layer-by-layer compression: the model, the functions that run its layers, and the result so far.
+
+    Args:
+      model: the model, not changed; with `read` these parameters are shapes.
+      runner: runs its layers.
+      expert_tokens, report: as in `compress_layers`.
+      read: reads the parameters of a layer, embedding or head when they are needed; None: the model has them.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        runner: LayerRunner,
+        expert_tokens: int,
+        report: Callable[[str], None],
+        read: Read | None = None,
+    ):
+        self.model = nnx.merge(*nnx.split(model))
+        self.read = read
         self.runner = runner
         self.expert_tokens = expert_tokens
         self.report = report
         self.result = LayerwiseResult()
         self.ends = {weight.path: weight.layout for weight in find_weights(model) if weight.path in (HEAD, TABLE)}
+
+    def parts(self, batches: Sequence[Mapping[str, Any]], methods: Mapping[str, AfterTraining]) -> Iterator[Part]:
+        """Compress the model and yield each part once it is done: embedding, layers, head; of a tied model once.
+
+        The arguments and errors are those of `compress_layers`.
+        """
+        model = self.model
+        pending = dict(methods)
+        known = {*self.kernel_paths(), TABLE, *([HEAD] if model.head is not None else [])}
+        if unknown := pending.keys() - known:
+            raise KeyError(f"{sorted(unknown)[0]!r} is no weight that can be compressed; there are {sorted(known)}.")
+        if TABLE in pending and pending[TABLE].needs and model.head is not None:
+            raise ConfigError(
+                f"{TABLE} cannot be compressed by a method that measures a layer's inputs, which are token ids here: "
+                f"put {{path: {TABLE}, method: keep}} before the rule with path {pending[TABLE].path!r}, or round it "
+                "(rtn)."
+            )
+        whole = model.embedding
+        embedding = self.load(whole, "embedding")
+        table = embedding.table[...]
+        if TABLE in pending and not pending[TABLE].needs:
+            embedding.table[...] = self.compress(TABLE, pending.pop(TABLE), table, self.ends[TABLE])
+        if TABLE not in pending:
+            yield Part({TABLE: table}, self.take_changed())
+        del table
+        model.embedding = embedding
+        streams = self.runner.embed(model, batches)
+        model.embedding = whole
+        del embedding
+        for number, block in layers_in_order(model.decoder):
+            prefix = f"decoder/layers/{number}/"
+            block = self.load(block, prefix[:-1])
+            chosen = {name: pending[prefix + name] for name in layer_kernels(block) if prefix + name in pending}
+            self.report(f"layer {number + 1} of {model.config.num_layers}: {len(chosen)} weights")
+            before = {prefix + name: w for name, w in weights_by_path(nnx.state(block)).items()}
+            streams = self.runner.apply(self.compress_block(block, streams, chosen, prefix), streams)
+            yield Part(before, self.take_changed())
+        for path, w in ((HEAD, model.head), (TABLE, model.embedding.table)):
+            if path in pending and w is not None:
+                method = pending[path]
+                statistics = self.runner.measure_head(model, streams, method.needs) if method.needs else None
+                before = w[...] if self.read is None else self.read(path)
+                self.compress(path, method, before, self.ends[path], statistics)
+                yield Part({path: before}, self.take_changed())
+
+    def load(self, part: PartOfModel, path: str) -> PartOfModel:
+        """Return a part of the model with its parameters as arrays."""
+        if self.read is None:
+            return part
+        graphdef, state = nnx.split(part)
+        return nnx.merge(graphdef, replace_weights(state, named_leaves(self.read(path))))
+
+    def take_changed(self) -> dict[str, PackedWeight | jax.Array]:
+        """Return the changed weights that were recorded since the last call, and forget them."""
+        found = dict(self.result.weights)
+        self.result.weights.clear()
+        return found
 
     def kernel_paths(self) -> list[str]:
         """Return the model's parameter paths of the kernels of dense layers and experts in all Transformer layers."""

@@ -1,13 +1,9 @@
 """Compresses the model of a run or a Hugging Face checkpoint, and writes it as a run directory."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import jax
-import jax.numpy as jnp
 
 from jaxstack.checkpoint.compressed import (
     dense_parameter,
@@ -16,11 +12,12 @@ from jaxstack.checkpoint.compressed import (
     write_compressed,
 )
 from jaxstack.compress.after_training.calibrate import read_calibration
+from jaxstack.compress.after_training.from_disk import DiskCompression
 from jaxstack.compress.after_training.layerwise import LayerwiseResult, compress_layers
 from jaxstack.compress.after_training.report import CompressionReport, WeightRow, write_report
+from jaxstack.compress.after_training.stored_weights import as_stored, describe_weight, layer_name, stored_bytes
 from jaxstack.compress.base import AfterTraining, DuringTraining, compress_weight, method_name
 from jaxstack.compress.config import CompressionConfig, Recipe, choose_methods, load_recipe
-from jaxstack.compress.formats.block_float import SharedExponents
 from jaxstack.compress.matrix import MatrixLayout, compressible_weights, forward_order_key, other_parameters
 from jaxstack.config.loader import build_component, dump_yaml
 from jaxstack.config.sections import RunSection
@@ -41,7 +38,6 @@ from jaxstack.run.setting import with_evaluation_layout
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import copy_stop_tokens, initial_variables
-from pallas_kernels import Grid, PackedWeight
 
 Leaves: TypeAlias = dict[str, Any]
 """Parameters by path: arrays, or packed weights."""
@@ -57,11 +53,14 @@ class CompressOptions:
       step: step of the checkpoint to compress; None: the newest.
       text: held-out text; a Hugging Face checkpoint has none of its own, and is not evaluated without.
       layer_tokens: tokens of held-out text on which each layer's own loss is measured; 0: it is not.
+      from_disk: read, compress and write one layer after the other, for a model larger than the memory; a Hugging Face
+        checkpoint, of which no loss is measured.
     """
 
     step: int | None = None
     text: TextOptions = TextOptions()
     layer_tokens: int = 8192
+    from_disk: bool = False
 
 
 def compress(
@@ -107,12 +106,22 @@ def compress(
     tokenizer = _tokenizer(stored, report)
     config = _compressed_config(source, stored, output, tokenizer)
     batches = _calibration(methods, stored, source, recipe, report)
+    step = stored.choose_step(options.step)
+    if options.from_disk:
+        if options.text.paths:
+            raise ConfigError("--data measures losses with the whole model in memory; leave it out with --from-disk.")
+        one_device = run_config(stored, ["parallel.data=1", "precision.compute=float32"])
+        work = DiskCompression(stored, one_device, methods, layouts, recipe, report)
+        with new_directory(output) as folder:
+            with doing("compressing"):
+                result = work.write(folder, batches, step)
+            _write_files(folder, result, recipe, config, tokenizer, stored)
+        return result
     # In float32, with layers unrolled and adapters merged, on one device. Weights that training rounded are taken as
     # the optimizer stored them: rounding a second time has other scales, and other results.
     one_device = run_config(stored, ["parallel.data=1", "precision.compute=float32"])
     with doing("loading the model"):
         decoder = load_decoder(stored, one_device, step=options.step, form="master", layout_chosen=True)
-    step = stored.choose_step(options.step)
     # The text and the output are opened before the work, so that a mistake in either is found at once.
     measure = None if tokenizer is None else _open_measure(config, stored, options.text, report)
     with new_directory(output) as folder:
@@ -120,9 +129,9 @@ def compress(
             weights = _compress_weights(decoder, methods, layouts, batches, recipe, report)
         result = _describe(directory, step, weights, methods, layouts, measure, options, report)
         with doing(f"writing {output}"):
-            _write(folder, weights.stored, step, tokenizer, stored)
-        write_report(folder, result, dump_yaml(recipe))
-        write_file(folder / "config.yaml", dump_yaml(config).encode())
+            ordered = dict(sorted(weights.stored.items(), key=lambda item: forward_order_key(item[0])))
+            write_compressed(folder, nest(ordered.items()), step)
+        _write_files(folder, result, recipe, config, tokenizer, stored)
     return result
 
 
@@ -161,7 +170,7 @@ def _describe(
     errors = weights.output_errors
     with doing("comparing weights"):
         rows = [
-            _row(path, methods.get(path), layouts[path], before[path], stored[path], errors.get(path))
+            describe_weight(path, methods.get(path), layouts[path], before[path], stored[path], errors.get(path))
             for path in layouts
         ]
     limit = options.text.max_tokens
@@ -169,7 +178,7 @@ def _describe(
         source=str(directory),
         step=step,
         bytes_before=sum(2 * leaf.size for leaf in before.values()),
-        bytes_after=sum(map(_stored_bytes, stored.values())),
+        bytes_after=sum(map(stored_bytes, stored.values())),
         loss_before=None if measure is None else measure(before, limit),
         loss_after=None if measure is None else measure(stored, limit),
         rows=rows,
@@ -242,53 +251,6 @@ def compress_leaves(
     return after
 
 
-def _row(
-    path: str,
-    method: AfterTraining | None,
-    layout: MatrixLayout,
-    before: jax.Array,
-    after: PackedWeight | jax.Array,
-    output_error: float | None,
-) -> WeightRow:
-    dense = dense_parameter(path, after).astype(jnp.float32)
-    wide = before.astype(jnp.float32)
-    difference = dense - before.astype(jnp.float32)
-    return WeightRow(
-        path=path,
-        layer=layer_name(path),
-        method="keep" if method is None else method_name(method),
-        shape=(*layout.stack_shape, *layout.size),
-        bytes_before=2 * before.size,
-        bytes_after=_stored_bytes(after),
-        error=float(jnp.sum(difference**2) / jnp.maximum(jnp.sum(wide**2), jnp.finfo(jnp.float32).tiny)),
-        zeros=float(jnp.mean(dense == 0)),
-        output_error=output_error,
-    )
-
-
-def layer_name(path: str) -> str:
-    """Return the layer that a weight belongs to, as reports name it: a number, `embedding` or `head`."""
-    parts = path.split("/")
-    return parts[2] if parts[:2] == ["decoder", "layers"] else parts[0]
-
-
-def as_stored(leaf: Any, recipe: Recipe) -> Any:
-    """Convert a parameter that no method has packed to the recipe's storage format for matrices or for vectors."""
-    if isinstance(leaf, PackedWeight) or leaf.ndim == 0:
-        return leaf
-    if leaf.ndim > 1:
-        return leaf.astype(recipe.store)
-    if recipe.vectors == "float32":
-        return leaf
-    row = MatrixLayout(leaf.shape, stack=0, inputs=1)
-    blocks = SharedExponents(Grid(8, math.gcd(64, leaf.size)))
-    return row.from_compressed(blocks.pack(row.to_matrices(leaf)))
-
-
-def _stored_bytes(leaf: Any) -> int:
-    return leaf.stored_bytes if isinstance(leaf, PackedWeight) else leaf.size * leaf.dtype.itemsize
-
-
 def _losses_by_layer(
     before: Leaves,
     after: Leaves,
@@ -357,13 +319,20 @@ def _compressed_config(config: RunConfig, stored: StoredModel, output: Path, tok
     )
 
 
-def _write(output: Path, leaves: Leaves, step: int, tokenizer: Tokenizer | None, source: StoredModel) -> None:
-    """Write a compressed model's weights and tokenizer to the output directory."""
-    ordered = dict(sorted(leaves.items(), key=lambda item: forward_order_key(item[0])))
-    write_compressed(output, nest(ordered.items()), step)
+def _write_files(
+    folder: Path,
+    result: CompressionReport,
+    recipe: Recipe,
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    source: StoredModel,
+) -> None:
+    """Write what a compressed model has besides its weights: tokenizer, report and configuration."""
     if tokenizer is not None:
-        tokenizer.save(output / "tokenizer")
-    copy_stop_tokens(source, output)
+        tokenizer.save(folder / "tokenizer")
+    copy_stop_tokens(source, folder)
+    write_report(folder, result, dump_yaml(recipe))
+    write_file(folder / "config.yaml", dump_yaml(config).encode())
 
 
 def other_rounding_warnings(rules: Sequence[DuringTraining], methods: Mapping[str, AfterTraining]) -> Iterator[str]:
