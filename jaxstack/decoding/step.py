@@ -32,6 +32,7 @@ from jaxstack.decoding.rows import (
     Pages,
     RecentTokens,
     RowTable,
+    RowTokens,
     decode_rows,
     rows_at_step,
     run_rows,
@@ -276,9 +277,10 @@ class Programs:
         # A single row would be split between its tokens, and drafts run before the tokens that they follow.
         halves = halves and (recent is None or len(rows) > 1)
         adapted = self._is_adapted(rows) or (chunks is not None and self._is_adapted(chunks))
+        prompts = None if chunks is None or tokens is None else (chunks, tokens)
         variant = StepVariant(halves, adapted, has_many(count), count >= _LONG_STEP)
         logits, self._pages, self.states = self._forward[variant](
-            model.params, model.non_params, self._last, rows, drafted, recent, chunks, tokens, pages=self._pages
+            model.params, model.non_params, self._last, rows, drafted, recent, prompts, pages=self._pages
         )
         return logits
 
@@ -370,8 +372,7 @@ class Programs:
         rows: Int[Array, "R columns"],
         drafted: Int[Array, "R D"] | None,
         recent: RecentTokens | None,
-        chunks: Int[Array, "Q columns"] | None,
-        tokens: Int[Array, "Q C"] | None,
+        chunks: RowTokens | None,
         pages: Pages,
         *,
         variant: StepVariant,
@@ -383,8 +384,8 @@ class Programs:
         if recent is not None:
             guessed = rows.at[:, Column.START].add(1).at[:, Column.COUNT].set(jnp.maximum(rows[:, Column.COUNT] - 1, 0))
             groups = [recent.group(rows), (guessed, newest[:, 1:])]
-        if chunks is not None and tokens is not None:
-            groups.append((chunks, tokens))
+        if chunks is not None:
+            groups.append(chunks)
         with logical_axis_rules(self.model.rules, self.model.layout):
             model = self._merge_for(params, non_params, adapted=variant.adapted)
             hidden, pages = run_rows(model, groups, pages, halves=variant.halves, drafts=None if recent is None else 1)

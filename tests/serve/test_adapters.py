@@ -180,7 +180,7 @@ def test_steps_without_adapters_do_not_multiply_with_their_places():
         with Engine(open_tiny(), sizes, warm_up=False, start=False) as engine:
             programs = engine.programs
             rows = programs.table.describe([], 4)
-            arguments = (programs.model.params, programs.model.non_params, programs._last, rows, None, None, None, None)
+            arguments = (programs.model.params, programs.model.non_params, programs._last, rows, None, None, None)
             for adapted in (False, True)[: 1 + bool(adapters)]:
                 step = partial(programs._forward_step, variant=StepVariant(adapted=adapted))
                 cost = jax.jit(step).lower(*arguments, pages=programs._pages).cost_analysis()

@@ -72,7 +72,7 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
             functools.partial(programs._forward_step, variant=StepVariant(halves=True)), donate_argnames="pages"
         )
         chunks, tokens = (hopper_array((1, n), jnp.int32, rules.mesh) for n in (rows.shape[1], chunk))
-        arguments = (params, {}, last, rows, None, None, chunks, tokens, pages)
+        arguments = (params, {}, last, rows, None, None, (chunks, tokens), pages)
         options = half_batch_options()
     elif together is None:
 

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxstack.models.mixers.context_states import gathers_states
+from jaxstack.models.recurrent import GatedDelta
 from jaxstack.observe.collectives import bytes_over_axis
 from tests.small_runs import make_trainer, small_config
 
@@ -19,35 +20,40 @@ RECURRENT = (
 )
 
 
-def gathers(devices: int, length: int, heads: int, token_bytes: int, state_bytes: int) -> bool:
-    """The choice inside a `shard_map`, for a convolution of four tokens."""
+KIND = GatedDelta(num_heads=8, head_dim=4, num_key_heads=4, key_head_dim=6)
+
+
+def gathers(devices: int, length: int, heads: int = 8, kind: GatedDelta = KIND) -> bool:
+    """The choice inside a `shard_map`, where each device has so many tokens and heads."""
     found = []
 
     def body(x: jax.Array) -> jax.Array:
-        found.append(gathers_states("parts", length, heads, 4, token_bytes, state_bytes))
+        found.append(gathers_states("parts", kind, x))
         return x
 
     mesh = Mesh(np.array(jax.devices()[:devices]), ("parts",))
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("parts"), out_specs=P("parts"))
-    jax.eval_shape(mapped, jax.ShapeDtypeStruct((devices,), np.float32))
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P(None, "parts"), out_specs=P(None, "parts"))
+    jax.eval_shape(mapped, jax.ShapeDtypeStruct((1, devices * length, heads, 4), np.float32))
     return found[0]
 
 
 def test_what_sends_fewer_bytes_is_chosen():
-    """A device sends 1024 tokens of 512 bytes to the two devices, half of them away; or the states of its two parts."""
-    exchanged = 1024 * 512 // 2
-    assert gathers(2, 1024, 8, 512, exchanged // 2 - 1)
-    assert not gathers(2, 1024, 8, 512, exchanged // 2), "equally many"
-    assert gathers(2, 1026, 8, 512, exchanged // 2), "longer sequences"
-    assert not gathers(4, 1026, 8, 512, exchanged // 2), "more devices, fewer heads of each"
+    """A device sends its tokens to the two devices, half of them away; or the maps of the states of its two parts."""
+    exchange = KIND.exchange(1)
+    equal = 2 * 2 * exchange.state_bytes / (4 * exchange.token_numbers)
+    below, above = int(equal), int(equal) + 1
+    assert not gathers(2, below) and gathers(2, above)
+    assert not gathers(4, above), "more devices, fewer heads of each"
 
 
 def test_heads_that_devices_do_not_divide_are_not_exchanged():
-    assert gathers(4, 16, 6, 8, 2**20) and not gathers(4, 16, 8, 8, 2**20)
+    six = KIND.model_copy(update={"num_heads": 6, "num_key_heads": 6})
+    assert gathers(4, 8, heads=6, kind=six) and not gathers(2, 8, heads=6, kind=six)
 
 
 def test_parts_shorter_than_the_convolution_are_not_gathered():
-    assert gathers(2, 6, 8, 2**20, 8) and not gathers(2, 4, 8, 2**20, 8)
+    six = KIND.model_copy(update={"num_heads": 6, "num_key_heads": 6})
+    assert gathers(4, 6, heads=6, kind=six) and not gathers(4, 4, heads=6, kind=six)
 
 
 @pytest.mark.exhaustive
