@@ -124,14 +124,16 @@ def parse_restrictions(text: str) -> dict[str, int]:
       Setting -> value; for settings with named values their index.
 
     Raises:
-      ConfigError: a setting or a value is unknown.
+      ConfigError: a setting or a value is unknown, or a setting has two values.
     """
-    found = {}
+    found: dict[str, int] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, _, value = map(str.strip, part.partition("="))
         known = (*_COLUMNS, MICROBATCH_SIZE)
         if name not in known:
             raise ConfigError(f"--only {part!r}: there is no setting {name!r}; {nearest(name, known)}")
+        if name in found:
+            raise ConfigError(f"--only {text!r} has {name} twice, and a search tries a single value; leave one out.")
         named = _NAMED.get(name)
         if named is None and not value.isdecimal():
             raise ConfigError(f"--only {part!r}: {name} needs a whole number, such as {name}=1.")

@@ -197,13 +197,12 @@ class ModelOnMesh:
 
 
 def _part_on(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return the replica of an array that lies on the devices of `mesh`, without copying."""
-    spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else jax.P()
+    """Return the replica of an array that lies on the devices of `mesh`; only arrays on a single device are copied."""
+    if not isinstance(x.sharding, NamedSharding):  # x is on a single device, of this mesh or of another replica's
+        return jax.device_put(x, NamedSharding(mesh, jax.P()))
     devices = set(mesh.devices.flat)
     shards = [shard.data for shard in x.addressable_shards if shard.device in devices]
-    if not shards:  # x is on a single device outside of this mesh
-        return jax.device_put(x, NamedSharding(mesh, spec))
-    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, spec), shards)
+    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, x.sharding.spec), shards)
 
 
 def cast_shapes(module: ModuleArrays, rules: AxisRules) -> Params:

@@ -120,11 +120,12 @@ def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
     if assumed:
         notes.append("(assuming the vocabulary of the tokenizer that the run would train)")
     recipes = tuple(dict.fromkeys((config.precision.fp8, *FP8_RECIPES))) if options.fp8 else None
-    if options.fp8 and cluster.peak_tflops.float8 is None:
-        raise ConfigError(
-            f"--fp8 needs FP8 tensor cores, which {cluster.name} does not have (peak_tflops.float8); leave it out."
-        )
     only = parse_restrictions(options.only or "")
+    if (options.fp8 or only.get("fp8")) and cluster.peak_tflops.float8 is None:
+        asked = "--fp8" if options.fp8 else "--only fp8"
+        raise ConfigError(
+            f"{asked} needs FP8 tensor cores, which {cluster.name} does not have (peak_tflops.float8); leave it out."
+        )
     found = search_layouts(known, cluster, top=options.top, recipes=recipes, only=only)
     if options.policy == "tensor-first":
         fastest = found.best

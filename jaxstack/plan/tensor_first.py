@@ -47,10 +47,15 @@ def tensor_first_layout(config: RunConfig, cluster: Cluster, only: Mapping[str, 
         `microbatch_size`; without restrictions a layout with ZeRO and small microbatches needs smaller degrees.
 
     Raises:
-      ConfigError: no such layout fits the cluster.
+      ConfigError: no such layout fits the cluster, or `only` asks for another axis.
     """
     plain = {"fsdp": 1, "context": 1, "expert": 1}
-    layouts, _ = enumerate_layouts(config, cluster.devices, only={**(only or {}), **plain})
+    only = only or {}
+    if other := next((axis for axis, degree in plain.items() if only.get(axis, degree) != degree), None):
+        raise ConfigError(
+            f"--policy tensor-first has {other} 1, and --only asks for {other}={only[other]}; leave one of them out."
+        )
+    layouts, _ = enumerate_layouts(config, cluster.devices, only={**only, **plain})
     layouts = layouts.select(config.model.num_layers % (layouts["pipeline"] * layouts["chunks"]) == 0)
     model = LayoutModel(config, cluster)
     layouts = layouts.select(model.fits(layouts))

@@ -10,8 +10,9 @@ class SamplerConfig(Component):
     """Configuration of the engine that samples answers between the train steps."""
 
     slots: int | None = Field(default=None, ge=1)
-    """Largest number of answers that are sampled at a time; null: all of a rollout, at most 256. Each takes room for
-    `train.sequence_length` tokens in the cache of keys and values, which is free while the model trains."""
+    """Largest number of answers that are sampled at a time; null: all of a rollout, at most 256 on each device. Each
+    takes room for `train.sequence_length` tokens in the cache of keys and values, which is free while the model
+    trains."""
     page_size: int = Field(default=16, ge=1)
     """Tokens per page of the cache."""
     decode_steps: int = Field(default=8, ge=1, le=64)

@@ -61,6 +61,15 @@ def greedy(decoder) -> list[list[int]]:
     return run(decoder, PROMPTS, 12, GREEDY)
 
 
+def test_replicas_have_variables_of_a_single_device_on_all_of_theirs():
+    """A module's variables that are no parameters are made on one device, whichever mesh the parameters have."""
+    decoder = open_decoder(data=2, tensor=2)
+    decoder.non_params = {"scale": jax.numpy.arange(3)}
+    for replica in decoder.split_replicas():
+        found = replica.non_params["scale"]
+        assert found.sharding.device_set == {*replica.rules.mesh.devices.flat} and found.tolist() == [0, 1, 2]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("degrees", [{"data": 1}, {"data": 2}, {"tensor": 2}, {"data": 2, "tensor": 2}])
 def test_joined_projections_give_the_same_tokens(greedy, degrees):

@@ -77,11 +77,30 @@ def test_command_with_restrictions(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("zeros=1", "did you mean 'zero'"), ("remat=most", "remat must be one of none"), ("zero=", "zero=1")],
+    [
+        ("zeros=1", "did you mean 'zero'"),
+        ("remat=most", "remat must be one of none"),
+        ("zero=", "zero=1"),
+        ("zero=0,zero=1", "has zero twice"),
+    ],
 )
 def test_restrictions_that_are_none(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_restrictions(text)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--only", "fp8=delayed"], "--only fp8 needs FP8 tensor cores, which A100"),
+        (["--only", "fsdp=2", "--policy", "tensor-first"], "--policy tensor-first has fsdp 1"),
+    ],
+)
+def test_restrictions_that_fit_neither_device_nor_policy(tmp_path, capsys, more, message):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {preset: gpt2-124m}\n")
+    assert main(["--config", str(path), "--cluster", "1 x 4 a100", *more]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_tensor_degrees_come_before_pipelines():
