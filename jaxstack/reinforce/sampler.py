@@ -24,7 +24,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models import Transformer
 from jaxstack.models.restack import join_projections, restack, same_stacking
 from jaxstack.module_arrays.module import Dict, ModuleArrays
-from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel import AxisRules, ParallelConfig, StepLayout, make_mesh, make_rules
 from jaxstack.reinforce.config import SamplerConfig
 from jaxstack.reinforce.exact import exact_options
 from jaxstack.state import TrainState
@@ -142,6 +142,7 @@ class Sampler:
         here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
         self._mesh = everywhere.mesh
         self._rules = _engine_rules(here, mesh.shape["tensor"])
+        self._layout = StepLayout(peer_sums=trainer.steps.layout.overlap)
         self._non_params = initial_variables(self._module)
         self._handed_over = jax.jit(self._hand_over, out_shardings=_shardings(self._module, everywhere))
         self._shardings = _shardings(self._module, self._rules)
@@ -207,7 +208,7 @@ class Sampler:
             self._load(params)
 
     def _load(self, params: Dict) -> None:
-        models = ModelOnMesh(self._module, params, self._non_params, self._rules).split_replicas()
+        models = ModelOnMesh(self._module, params, self._non_params, self._rules, self._layout).split_replicas()
         if not self._engines:
             self._engines = [self._open(model) for model in models]
             return

@@ -476,8 +476,14 @@ def _all_finite(x: jax.Array) -> jax.Array:
 
 
 def sets_layout(overrides: Sequence[str]) -> bool:
-    """Return True if a command-line override sets the parallel layout (a key of the section `parallel`)."""
-    return any(override.startswith("parallel.") for override in overrides)
+    """Return True if a command-line override sets the parallel layout: a key of `parallel` other than `overlap`."""
+    section = merge_overrides({}, overrides).get("parallel")
+    return isinstance(section, Mapping) and bool(section.keys() - {"overlap"})
+
+
+def keeps_layout(override: str) -> bool:
+    """Return True if a command-line override of the section `parallel` suits every layout: it sets `overlap`."""
+    return override.partition("=")[0] == "parallel.overlap"
 
 
 def open_window(

@@ -279,7 +279,8 @@ def decoding_layout(config: RunConfig, devices: int, *, chosen: bool) -> Paralle
         if problems := _decoding_problems(config, parallel):
             raise ConfigError(" ".join(problems))
         return parallel
-    choices = (ParallelConfig(tensor=degree) for degree in range(devices, 0, -1) if config.model.kv_heads % degree == 0)
+    degrees = (degree for degree in range(devices, 0, -1) if config.model.kv_heads % degree == 0)
+    choices = (ParallelConfig(tensor=degree, overlap=config.parallel.overlap) for degree in degrees)
     found = next(parallel for parallel in choices if parallel.tensor == 1 or not _decoding_problems(config, parallel))
     if jax.process_count() == 1 or devices % found.tensor:
         return found

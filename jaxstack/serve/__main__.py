@@ -227,10 +227,10 @@ def _load_draft(directory: str, run: "Run", overrides: Sequence[str]) -> "Decode
     Raises:
       ConfigError: it has another tokenizer.
     """
-    from jaxstack.run.load import load
+    from jaxstack.run.load import keeps_layout, load
 
     degrees = [f"parallel.{axis}={degree}" for axis, degree in run.decoder.rules.mesh.shape.items() if degree > 1]
-    others = [override for override in overrides if not override.startswith("parallel.")]
+    others = [override for override in overrides if not override.startswith("parallel.") or keeps_layout(override)]
     draft = load(directory, [*others, *(degrees or ["parallel.tensor=1"])], report=_report)
     if draft.tokenizer.hash != run.tokenizer.hash:
         raise ConfigError(

@@ -65,7 +65,8 @@ def test_each_device_samples_its_share_by_itself():
     asked = [prompt for prompt in prompts for _ in range(2)]
     sampled = []
     for devices in (1, 2):
-        trainer = make_trainer(small_config("model.num_kv_heads=4", f"parallel={{data: 1, fsdp: {devices}}}"))
+        layout = f"parallel={{data: 1, fsdp: {devices}, overlap: never}}"
+        trainer = make_trainer(small_config("model.num_kv_heads=4", layout))
         sampler = Sampler(trainer, SamplerConfig(page_size=4), size, vocab_size=VOCABULARY, stop_tokens=frozenset())
         compiled = []
         for _ in range(2):
@@ -76,6 +77,7 @@ def test_each_device_samples_its_share_by_itself():
         assert compiled[0] == compiled[1], "later rollouts compile nothing"
         engines = sampler._engines
         assert [engine.model.rules.mesh.size for engine in engines] == [1] * devices
+        assert {engine.model.layout.peer_sums for engine in engines} == {"never"}, "as parallel.overlap says"
         assert [engine.stats.finished.total() for engine in engines] == [16 // devices] * devices
         sampled.append(answers)
     one, two = sampled

@@ -112,6 +112,8 @@ def test_several_texts_have_titles_and_end_at_stop_strings(source, prompts, caps
 def test_the_default_layout_divides_heads_and_widths(source):
     config = run_config(StoredModel.open(source))
     assert decoding_layout(config, 8, chosen=False) == ParallelConfig(tensor=2)
+    own_sums = config.model_copy(update={"parallel": ParallelConfig(fsdp=8, overlap="never")})
+    assert decoding_layout(own_sums, 8, chosen=False) == ParallelConfig(tensor=2, overlap="never")
     odd = config.model_copy(update={"model": config.model.model_copy(update={"intermediate_size": 47})})
     assert decoding_layout(odd, 8, chosen=False) == ParallelConfig(tensor=1)
 
