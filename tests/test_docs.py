@@ -27,6 +27,7 @@ from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.router import MoEConfig
+from jaxstack.models.recurrent import GatedDelta, KimiDelta, StateSpace
 from jaxstack.observe.what_ran import summarise_program
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES
@@ -326,11 +327,15 @@ def test_configuration_page_has_every_key_with_its_default(section):
     assert {name: yaml.safe_load(default) for name, default in rows.items()} == expected
 
 
-def test_configuration_page_has_every_key_of_a_mixture():
+@pytest.mark.parametrize(
+    ("part", "kind"), [("moe", MoEConfig), ("delta", GatedDelta), ("kda", KimiDelta), ("ssd", StateSpace)]
+)
+def test_configuration_page_has_every_key_of_a_mixture_and_of_recurrent_layers(part, kind):
     text = sections_of(ROOT / "docs" / "configuration.md")["model"]
-    rows = dict(re.findall(r"^\| `moe\.(\w+)` \| (?:`([^`]+)`|\(needed\)) \|", text, re.M))
-    assert rows.keys() == MoEConfig.model_fields.keys()
-    for name, field in MoEConfig.model_fields.items():
+    rows = dict(re.findall(rf"^\| `{part}\.(\w+)` \| (?:`([^`]+)`|\(needed\)) \|", text, re.M))
+    fields = {name: field for name, field in kind.model_fields.items() if name != "name"}
+    assert rows.keys() == fields.keys()
+    for name, field in fields.items():
         assert field.is_required() or yaml.safe_load(rows[name]) == plain(field.default), name
 
 

@@ -150,7 +150,11 @@ def named_key(key: str, field: FieldInfo) -> str:
 
 
 def make_page(text: str) -> str:
-    """Return the page with all generated tables updated; other text is unchanged."""
+    """Return the page with all generated tables updated; other text is unchanged.
+
+    Raises:
+      SystemExit: a section has fewer tables than there are to be made.
+    """
     parts = re.split(r"^(## \w+)$", text, flags=re.M)
     for index in range(1, len(parts), 2):
         section = parts[index].removeprefix("## ")
@@ -161,6 +165,8 @@ def make_page(text: str) -> str:
             first = re.escape(head.split(" |\n")[0])
             rows = rf"^{first}.*\n(?:\|.*\n)+"
             parts[index + 1] = re.sub(rows, lambda found, made=made: next(made, found[0]), parts[index + 1], flags=re.M)
+            if left := list(made):
+                raise SystemExit(f"section {section} of configuration.md has no place for this table:\n{left[0]}")
     return "".join(parts)
 
 
