@@ -15,6 +15,7 @@ from jaxstack.models.layer import Layer, ParameterCount
 from jaxstack.models.mixers import mixer_module
 from jaxstack.models.norm import count_norm_parameters
 from jaxstack.models.per_layer_embedding import count_per_layer_embeddings
+from jaxstack.models.recurrent import Recurrent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +131,17 @@ def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Return forward and backward FLOPs per token in training, without those of rematerialization.
 
     Softmax attention counts the keys that a query sees on average: T / 2, with a window w it is w - w^2 / 2T, in a
-    block-sparse layout the keys of its blocks. Linear attention and Performer count their recurrence at any length.
+    block-sparse layout the keys of its blocks. Linear attention, Performer and recurrent layers count their recurrence
+    at any length.
     """
     return 6.0 * count_parameters(config).matmul + mixer_flops_per_token(config, sequence_length)
+
+
+def describe_flops(config: ModelConfig) -> str:
+    """Return what `model_flops_per_token` counts, such as "6 x matmul parameters + causal attention"."""
+    recurrent = {isinstance(mixer, Recurrent) for mixer in config.mixers()}
+    mixers = {"causal attention": False in recurrent, "recurrences": True in recurrent}
+    return " + ".join(["6 x matmul parameters", *(name for name, found in mixers.items() if found)])
 
 
 def flops_saved_per_token(config: ModelConfig, frozen: Mapping[str, tuple[Sequence[str], Sequence[int]]]) -> float:

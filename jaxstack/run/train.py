@@ -33,6 +33,7 @@ from jaxstack.models import (
     flops_saved_per_token,
     model_flops_per_token,
 )
+from jaxstack.models.count import describe_flops
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.number_format import plural
 from jaxstack.preference import LOSSES
@@ -363,7 +364,7 @@ def _describe_run(config: RunConfig, data: Any, flops: float, frozen: bool) -> s
         f"{plural(config.train.steps, 'step')} of {sizes.describe()}{f' pairs x {sequences}' * config.data.pairs} x "
         f"{config.train.sequence_length} tokens = {tokens:,} tokens; "
         f"{data.describe()}; "
-        f"{flops / 1e6:,.1f} model MFLOP per token (6 x matmul parameters + causal attention"
+        f"{flops / 1e6:,.1f} model MFLOP per token ({describe_flops(config.model)}"
         f"{', without the gradients of frozen weights' * frozen})"
     )
 

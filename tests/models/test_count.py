@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxstack.models import ModelConfig, Transformer, count_parameters, model_flops_per_token, preset_config
+from jaxstack.models.count import describe_flops
 from jaxstack.models.moe.router import MoEConfig
+from jaxstack.models.recurrent import GatedDelta, KimiDelta, StateSpace
 
 
 @st.composite
@@ -102,3 +104,27 @@ def test_active_parameters_of_mixtures():
     one = count_parameters(dense.model_copy(update={"moe": MoEConfig(num_experts=1, num_experts_per_tok=1)}))
     assert one.total == one.active == count_parameters(dense).total + 4 * 256
     assert count_parameters(dense).active == count_parameters(dense).total
+
+
+@pytest.mark.parametrize(
+    ("types", "of_layers", "said"),
+    [
+        (["delta"], 18 * 3 * 4 * 5, "recurrences"),
+        (["kda"], 18 * 2 * 4 * 6, "recurrences"),
+        (["ssd", "full_attention"], 12 * 3 * 5 * 7 + 6 * 10 * 16, "causal attention + recurrences"),
+        (["full_attention"], 6 * 10 * 16, "causal attention"),
+    ],
+)
+def test_flops_of_recurrent_layers_do_not_depend_on_the_length_and_are_named(types, of_layers, said):
+    config = ModelConfig(
+        vocab_size=8,
+        hidden_size=16,
+        num_layers=len(types),
+        num_heads=2,
+        layer_types=tuple(types),
+        delta=GatedDelta(num_heads=3, head_dim=5, num_key_heads=3, key_head_dim=4),
+        kda=KimiDelta(num_heads=2, head_dim=6, num_key_heads=2, key_head_dim=4),
+        ssd=StateSpace(num_heads=3, head_dim=5, state_size=7),
+    )
+    assert model_flops_per_token(config, 10) == 6 * count_parameters(config).matmul + of_layers
+    assert describe_flops(config) == f"6 x matmul parameters + {said}"

@@ -14,7 +14,7 @@ from jaxstack.models.huggingface.deepseek import (
     GLM4_MOE_LITE,
     KIMI_K2,
 )
-from jaxstack.models.huggingface.family import Family, Multimodal, differences
+from jaxstack.models.huggingface.family import Family, Multimodal, OtherModel, differences
 from jaxstack.models.huggingface.files import CONFIG, list_tensors, read_json
 from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL, GEMMA4, GEMMA4_MULTIMODAL
 from jaxstack.models.huggingface.gpt2 import GPT2
@@ -33,6 +33,9 @@ from jaxstack.models.huggingface.qwen import (
     QWEN3_5_MULTIMODAL,
     QWEN3_NEXT,
 )
+
+NEAREST_FAMILIES = 4
+"""Families that a message names with their differences if none can express a model, the nearest ones."""
 
 FAMILIES = {
     family.model_type: family
@@ -147,7 +150,7 @@ def choose_family(config: ModelConfig, name: str | None = None) -> tuple[Family,
         name = MULTIMODAL[name].text.model_type
     if name is not None and name not in FAMILIES:
         raise ConfigError(f"there is no model_type {name!r}; {nearest(name, FAMILIES)}")
-    reasons = []
+    reasons: list[ConfigError] = []
     families = list(FAMILIES.values()) if name is None else [FAMILIES[name]]
     if config.num_nextn_predict_layers:  # first those that have such layers
         families.sort(key=lambda family: family.most_predictions < config.num_nextn_predict_layers)
@@ -155,7 +158,16 @@ def choose_family(config: ModelConfig, name: str | None = None) -> tuple[Family,
         try:
             return family, family.write(config)
         except ConfigError as error:
-            reasons.append(str(error))
+            reasons.append(error)
     if name is not None:
-        raise ConfigError(f"{reasons[0].removesuffix('.')}; leave the model_type out to take the first that can.")
-    raise ConfigError("no Hugging Face family can express this model:\n  " + "\n  ".join(reasons))
+        message = str(reasons[0]).removesuffix(".")
+        raise ConfigError(f"{message}; leave the model_type out to take the first that can.")
+    nearest_first = sorted(
+        (error for error in reasons if isinstance(error, OtherModel)), key=lambda error: error.distance
+    )
+    unlike = [error for error in reasons if not isinstance(error, OtherModel)]
+    shown = "\n  ".join(str(error) for error in (*nearest_first[:NEAREST_FAMILIES], *unlike))
+    raise ConfigError(
+        f"no Hugging Face family can express this model:\n  {shown}\n"
+        f"The others of {len(families)} families differ more; --model-type NAME says in what."
+    )

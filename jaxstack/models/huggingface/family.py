@@ -45,6 +45,23 @@ _NOT_COMPARED_OF_EXPERTS = frozenset(
 )
 
 
+class OtherModel(ConfigError):
+    """A model that a family cannot express.
+
+    Attributes:
+      different: the fields in which it differs from the model that the family's config.json would describe.
+    """
+
+    def __init__(self, model_type: str, different: list[str]):
+        super().__init__(f"{model_type} cannot express this model: {'; '.join(different)}.")
+        self.different = different
+
+    @property
+    def distance(self) -> tuple[bool, int]:
+        """How far the family is from the model: whether layers have other token mixers, and how many fields differ."""
+        return any(text.startswith("token mixers") for text in self.different), len(self.different)
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """Conversion of one Hugging Face `model_type`: its config.json and the tensors of its checkpoints.
@@ -130,7 +147,8 @@ class Family:
         Layers for multi-token prediction are left out if the files cannot have so many; the function stays the same.
 
         Raises:
-          ConfigError: the family cannot express the model; the message names the fields.
+          OtherModel: the family cannot express the model; the message names the fields.
+          ConfigError: its config.json would be none of this family.
         """
         if model.num_nextn_predict_layers > self.most_predictions:
             model = model.model_copy(update={"num_nextn_predict_layers": 0})
@@ -144,7 +162,7 @@ class Family:
             raise ConfigError(f"{self.model_type} cannot express this model: {missing}") from None
         different = differences(model, found)
         if different:
-            raise ConfigError(f"{self.model_type} cannot express this model: {'; '.join(different)}.")
+            raise OtherModel(self.model_type, different)
         return config
 
 

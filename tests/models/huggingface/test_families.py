@@ -8,8 +8,10 @@ import pytest
 
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, preset_config
+from jaxstack.models.attention.gated import GatedAttention
 from jaxstack.models.huggingface.families import FAMILIES, MULTIMODAL, choose_family, read_model_config
 from jaxstack.models.huggingface.family import differences
+from jaxstack.models.recurrent import StateSpace
 
 FIXTURES = sorted(path.parent for path in Path(__file__).parent.glob("*/config.json"))
 LLAMA = {
@@ -584,3 +586,18 @@ def test_a_model_that_no_family_has_is_refused_with_reasons():
         choose_family(ModelConfig(vocab_size=64), "gpt2")
     with pytest.raises(ConfigError, match="did you mean 'llama'"):
         choose_family(strange, "lama")
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"layer_types": ("delta", "full_attention"), "attention": GatedAttention()}, "norm rms_norm, not rms_norm_un"),
+        ({"layer_types": ("ssd", "full_attention"), "ssd": StateSpace(n_groups=2)}, "mamba_n_groups: 2"),
+    ],
+)
+def test_the_refusal_of_a_hybrid_names_the_nearest_families_only(model, said):
+    with pytest.raises(ConfigError, match="no Hugging Face family") as error:
+        choose_family(ModelConfig(vocab_size=64, positions="none" if "ssd" in model else "rope", **model))
+    assert said in str(error.value)
+    assert "qwen3 cannot express" not in str(error.value)
+    assert len(str(error.value).splitlines()) < len(FAMILIES) / 2 + 2
