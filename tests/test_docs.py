@@ -17,13 +17,14 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from flax import nnx
 from pydantic import BaseModel
 
 from jaxstack.__main__ import COMMANDS
 from jaxstack.config.base import Component
 from jaxstack.data.device_batches import abstract_batch
 from jaxstack.local_sgd import METHODS
-from jaxstack.models import count_parameters, preset_names
+from jaxstack.models import ModelConfig, Transformer, count_parameters, preset_names
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.router import MoEConfig
@@ -31,6 +32,7 @@ from jaxstack.models.recurrent import GatedDelta, KimiDelta, StateSpace
 from jaxstack.observe.what_ran import summarise_program
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES
+from jaxstack.parameter_paths import path_name
 from jaxstack.reinforce.rewards import REWARDS
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
@@ -418,3 +420,14 @@ def test_ours_is_compared_with_the_fastest_peer_of_the_same_run(tmp_path):
     assert "| 120 | 100 (peer 100) | 1.20 | 1.25 | 50 % | sustained" in page
     assert "1.20 of 1.25; the goal is 52 % of the device's limit" in page
     assert set(performance.make_pictures(tmp_path)) == {"speed.svg", "limit.svg"}
+
+
+@pytest.mark.parametrize("kind", ["delta", "kda", "ssd"])
+def test_fine_tuning_page_names_the_weights_of_recurrent_layers(kind):
+    text = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith(f"| `{kind}`"))
+    config = ModelConfig(vocab_size=8, hidden_size=8, num_layers=1, num_heads=1, layer_types=(kind,))
+    state = nnx.state(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param)
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    found = {path.split("/")[-2] for path in paths if "/attention/" in path and path.endswith("/kernel")}
+    assert found == set(re.findall(r"`(\w+proj\w*)`", row))
