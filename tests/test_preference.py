@@ -183,7 +183,10 @@ def take_steps(start: str, *overrides: str, count: int = 2) -> tuple[list[dict[s
     for name in trainer.module.companions:
         own = trainer.module.split_adapters(trainer.module.split_companions(trainer.state.params)[0])[0]
         trainer.load_companion(name, jax.tree.map(jnp.copy, own))
-    batch = trainer.put(pairs_at(0, rows=config.preference.method.rows))
+    pairs = pairs_at(0, rows=config.preference.method.rows)
+    if config.preference.cache_reference:  # of another model, to which most answers are less likely
+        pairs["reference"] = np.random.default_rng(1).normal(-60, 5, pairs["tokens"].shape[:2]).astype(np.float32)
+    batch = trainer.put(pairs)
     return [trainer.read(trainer.train_step(batch)) for _ in range(count)], trainer
 
 
@@ -230,6 +233,17 @@ def test_pairs_split_over_devices_and_microbatches_train_as_on_one_device(start,
         names = sorted(a.keys() - {"accuracy"})  # of margins that are 0 but for rounding
         np.testing.assert_allclose([b[name] for name in names], [a[name] for name in names], rtol=1e-3, atol=1e-6)
     assert one[-1].get("drift") != 0
+
+
+@pytest.mark.exhaustive
+def test_kto_with_a_cached_reference_has_the_drift_of_each_microbatch_of_a_pipeline(start):
+    settings = ["preference.loss=kto", "preference.cache_reference=true", "optimizer.learning_rate=0.003"]
+    layouts = ["train.gradient_accumulation=2"], ["parallel.pipeline=2", "parallel.microbatches=2"]
+    (one, _), (stages, _) = (take_steps(start, *settings, *layout) for layout in layouts)
+    for a, b in zip(one, stages, strict=True):
+        assert a["drift"] > 0
+        names = ["loss", "grad_norm", "drift", "margin", "chosen_reward", "rejected_reward"]
+        np.testing.assert_allclose([b[name] for name in names], [a[name] for name in names], rtol=1e-4)
 
 
 def test_adapters_switched_off_are_the_reference(start):
