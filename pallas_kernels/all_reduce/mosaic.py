@@ -117,6 +117,8 @@ def lower_priority_reason(request: AllReduceRequest) -> str | None:
     """Return why XLA's all-reduce is preferred, or None."""
     if request.devices == 1:
         return "on one device there is nothing to add"
+    if request.devices > _MOST_TRIED:
+        return f"it has not run on more than {_MOST_TRIED} devices yet, the axis has {request.devices}"
     size = request.rows * request.width * jnp.dtype(request.dtype).itemsize
     if size > _MOST_BYTES:
         return f"{size} bytes are more than the {_MOST_BYTES} up to which latency matters most"

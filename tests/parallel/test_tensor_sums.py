@@ -41,12 +41,13 @@ def test_products_are_those_of_one_device(data, tensor, inner):
         ({}, 64, "auto", None, ["mosaic"]),
         ({"first": 2}, 64, "auto", None, []),
         ({}, 4096, "auto", None, []),
+        ({"tensor": 4}, 64, "auto", None, []),
         ({"sequence": True}, 64, "auto", None, []),
         ({}, 64, "never", None, []),
         ({}, 64, "auto", "the layers have adapters", []),
         ({"first": 2}, 64, "always", None, ["xla"]),
     ],
-    ids=["small", "not_the_first_devices", "large", "sequence", "never", "adapters", "always"],
+    ids=["small", "not_the_first_devices", "large", "not_tried", "sequence", "never", "adapters", "always"],
 )
 def test_small_sums_on_the_first_devices_are_the_kernels(changes, rows, sums, unsuitable, backends):
     """Kernels address devices by their numbers in the mesh."""
