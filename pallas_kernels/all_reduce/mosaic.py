@@ -41,6 +41,8 @@ _PROGRAMS_EACH = 2
 """Programs for each multiprocessor, whose loads are in flight at the same time."""
 _ONE_SHOT_BYTES = 2**18
 """Most bytes of an array that more than two devices add up in one shot."""
+_MOST_TRIED = 2
+"""Most devices for which the kernel is the automatic choice: on so many GPUs its sums were compared with float32."""
 _MOST_BYTES = 2**22
 """Most bytes of an array for which the kernel is the automatic choice, as for the small all-reduces of XLA."""
 # Tests set this to run the kernel on a CPU, on one device.
