@@ -19,7 +19,7 @@ from jaxstack.decoding import schedule as schedule_module
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.ngram_draft import accept
 from jaxstack.decoding.requests import Request
-from jaxstack.decoding.rows import Column
+from jaxstack.decoding.rows import Column, RowTable
 from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes
 from jaxstack.models.layer import CacheRoom
@@ -58,8 +58,8 @@ class SimulatedPrograms(Programs):
         self.constant_steps = constant_steps
         self.slots = room.slots
         self.page_size = room.page_size
-        self.table_width = -(-room.length // room.page_size)
-        self._described = np.zeros((room.slots, Column.PAGES + self.table_width), np.int32)
+        width = -(-room.length // room.page_size)
+        self.table = RowTable(room.slots, width, room.page_size, lambda request: None)
         self.memory = np.full(room.pages * room.page_size, 255)
         self.newest = np.full(room.slots, 254)
         self.states: list[list[int]] = [[]] * room.rows
