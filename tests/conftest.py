@@ -5,7 +5,9 @@ the processes that tests start. What is tested is the same program of XLA's oper
 simply. Tests about memory, and those that compile for GPUs, turn it on by `tests.compilation.fully_optimized`.
 """
 
+import gc
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -25,6 +27,8 @@ settings.load_profile("any machine")
 
 DEFAULT_SELECTION = "not gpu and not slow"
 """The marks expression that pyproject.toml gives to every run of the tests."""
+MOST_MAPPINGS = 15_000
+"""Memory mappings of a process, after which its compiled programs are freed."""
 STOP_AT = "JAXSTACK_TESTS_STOP_AT"
 """Variable with the Unix time of `--stop-after`, which the processes of pytest-xdist inherit."""
 
@@ -72,6 +76,20 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(items):
     """Mark the tests before pytest selects by `-m`."""
     mark_slow_tests(items)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Frees the compiled programs of a process that has very many, between two modules.
+
+    Each of XLA's programs on a CPU takes several memory mappings, of which Linux allows a process 65,530; the compiler
+    crashes at the next one.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
