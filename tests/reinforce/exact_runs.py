@@ -10,7 +10,6 @@ from jaxstack.reinforce.config import SamplerConfig
 from jaxstack.reinforce.exact import exact_options
 from jaxstack.reinforce.policy import token_log_probabilities
 from jaxstack.reinforce.sampler import Answer, Sampler, SamplerSize
-from pallas_kernels.batch_invariant.mode import batch_invariant
 from pallas_kernels.target import current_target
 from tests.small_runs import LENGTH, VOCABULARY
 
@@ -49,8 +48,7 @@ def compare(
 
     def total(params: Any) -> tuple[jax.Array, jax.Array]:
         model = trainer.module.used.merge(trainer.module.load(params), trainer.state.non_params)
-        with batch_invariant(exact):
-            found, _ = token_log_probabilities(model, batch, TEMPERATURE, length)
+        found, _ = token_log_probabilities(model, batch, TEMPERATURE, length, exact=exact)
         return found.sum(), found
 
     options = low_precision_cpu_options() if current_target().platform == "cpu" else {}
