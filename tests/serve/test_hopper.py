@@ -16,7 +16,7 @@ from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.hlo import Instruction, Module, parse_module
-from jaxstack.parallel import make_rules
+from jaxstack.parallel import StepLayout, make_rules
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
@@ -49,7 +49,7 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
 
     params = jax.tree.map(place, module.abstract_params, module.parameter_specs(rules))
     programs = Programs.__new__(Programs)  # the constructor makes arrays, of which there are none here
-    programs.model = types.SimpleNamespace(module=module, rules=rules)
+    programs.model = types.SimpleNamespace(module=module, rules=rules, layout=StepLayout())  # sums by XLA
     programs.slots = ROWS
     programs.vocab_size = None
     programs.compiled = 0
