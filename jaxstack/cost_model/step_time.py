@@ -412,7 +412,7 @@ class StepModel:
         if self.context_method != "auto":
             return self.context_method == "all_gather"
         heads = kind.num_heads // tensor
-        return kind.fits_parts(length) and exchange.sends_less_by_states(length, heads, devices, 2)
+        return kind.fits_parts(length) and exchange.gathers_states(length, heads, devices, 2)
 
     def _attention_over_context(self, layouts: LayoutTable, groups: dict[str, Group], compute: Floats) -> Floats:
         """Return the seconds that one layer's attention over `context` waits for other devices, forward and backward.

@@ -138,9 +138,8 @@ class ModelOnMesh:
         replicas = []
         for devices in np.split(mesh.devices, mesh.devices.shape[axis], axis):
             rules = dataclasses.replace(self.rules, mesh=Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
-            params, non_params = jax.tree.map(
-                lambda x, mesh=rules.mesh: _part_on(x, mesh), (self.params, self.non_params)
-            )
+            params = on_replica(self.params, rules.mesh)
+            non_params = on_replica(self.non_params, rules.mesh)
             replicas.append(ModelOnMesh(self.module, params, non_params, rules, self.layout))
         return replicas
 
@@ -196,13 +195,17 @@ class ModelOnMesh:
             )
 
 
-def _part_on(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return the replica of an array that lies on the devices of `mesh`; only arrays on a single device are copied."""
-    if not isinstance(x.sharding, NamedSharding):  # x is on a single device, of this mesh or of another replica's
-        return jax.device_put(x, NamedSharding(mesh, jax.P()))
+def on_replica(params: Params, mesh: Mesh) -> Params:
+    """Return the replica of parameters on the devices of `mesh`; only arrays on a single device are copied."""
     devices = set(mesh.devices.flat)
-    shards = [shard.data for shard in x.addressable_shards if shard.device in devices]
-    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, x.sharding.spec), shards)
+
+    def part(x: jax.Array) -> jax.Array:
+        if not isinstance(x.sharding, NamedSharding):  # x is on a single device, of this mesh or of another replica's
+            return jax.device_put(x, NamedSharding(mesh, jax.P()))
+        shards = [shard.data for shard in x.addressable_shards if shard.device in devices]
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, x.sharding.spec), shards)
+
+    return jax.tree.map(part, params)
 
 
 def cast_shapes(module: ModuleArrays, rules: AxisRules) -> Params:

@@ -5,10 +5,9 @@ Dims: S slots, R rows, C width of a chunk, V vocabulary.
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -60,10 +59,9 @@ class StepVariant(NamedTuple):
     """Run the model on two halves of the tokens in turn."""
     adapted: bool = False
     """Compute with the places for adapters."""
-    many: bool = False
-    """The products have more rows than those whose inputs FP8 leaves as they are, see `ModelOnMesh.options`."""
-    long: bool = False
-    """Launch kernels one by one, instead of as a CUDA graph that is recorded first."""
+    size: Literal["few", "many", "long"] = "few"
+    """many: products have so many rows that FP8 rounds their inputs, see `ModelOnMesh.options`; long: besides, kernels
+    take longer than their launch, and are launched one by one instead of as a CUDA graph that is recorded first."""
 
 
 class Programs:
@@ -137,25 +135,25 @@ class Programs:
         )
         self._score = self.compiler.jit(self._score_step, out_shardings=whole)
         self._pool = self.compiler.jit(self._pool_step, out_shardings=whole)
-        self._forward = dict[StepVariant, Any]()
-        self._advance = dict[StepVariant, Any]()
-        for variant in itertools.starmap(StepVariant, itertools.product((False, True), repeat=4)):
-            options = _compiler_options(model, variant)
-            self._forward[variant] = self.compiler.jit(
-                partial(self._forward_step, variant=variant),
-                donate_argnames="pages",
-                out_shardings=(whole, layout, whole),
-                compiler_options=options,
-            )
-            if variant.long:
-                continue  # programs of several steps have few tokens in each
-            self._advance[variant] = self.compiler.jit(
-                partial(self._decode_steps, variant=variant),
-                static_argnames=("most", "steps", "mode") if constant_steps else "most",
-                donate_argnames="pages",
-                out_shardings=(whole, whole, layout),
-                compiler_options=options,
-            )
+        self._forward = functools.cache(partial(self._make_forward, (whole, layout, whole)))
+        self._advance = functools.cache(partial(self._make_advance, (whole, whole, layout)))
+
+    def _make_forward(self, shardings: tuple[Any, ...], variant: StepVariant) -> Callable[..., Any]:
+        return self.compiler.jit(
+            partial(self._forward_step, variant=variant),
+            donate_argnames="pages",
+            out_shardings=shardings,
+            compiler_options=_compiler_options(self.model, variant),
+        )
+
+    def _make_advance(self, shardings: tuple[Any, ...], variant: StepVariant) -> Callable[..., Any]:
+        return self.compiler.jit(
+            partial(self._decode_steps, variant=variant),
+            static_argnames=("most", "steps", "mode") if self.constant_steps else "most",
+            donate_argnames="pages",
+            out_shardings=shardings,
+            compiler_options=_compiler_options(self.model, variant),
+        )
 
     @functools.cached_property
     def _make_cache(self) -> Callable[[Params, Params], Pages]:
@@ -278,8 +276,8 @@ class Programs:
         halves = halves and (recent is None or len(rows) > 1)
         adapted = self._is_adapted(rows) or (chunks is not None and self._is_adapted(chunks))
         prompts = None if chunks is None or tokens is None else (chunks, tokens)
-        variant = StepVariant(halves, adapted, has_many(count), count >= _LONG_STEP)
-        logits, self._pages, self.states = self._forward[variant](
+        size = "long" if count >= _LONG_STEP else _size(count)
+        logits, self._pages, self.states = self._forward(StepVariant(halves, adapted, size))(
             model.params, model.non_params, self._last, rows, drafted, recent, prompts, pages=self._pages
         )
         return logits
@@ -299,9 +297,9 @@ class Programs:
         options: dict[str, Any] = {"steps": np.int32(steps), "mode": np.int32(get_args(Mode).index(mode))}
         if self.constant_steps:
             options = {"steps": most, "mode": mode}
-        variant = StepVariant(self._halves(len(rows)), self._is_adapted(rows), has_many(len(rows)))
+        variant = StepVariant(self._halves(len(rows)), self._is_adapted(rows), _size(len(rows)))
         with jax.set_mesh(model.rules.mesh):
-            tokens, self._last, self._pages = self._advance[variant](
+            tokens, self._last, self._pages = self._advance(variant)(
                 model.params, model.non_params, self._last, rows, pages=self._pages, most=most, **options
             )
         return tokens
@@ -523,11 +521,16 @@ class ScoredPrograms(Programs):
 
 def _compiler_options(model: ModelOnMesh, variant: StepVariant) -> dict[str, OptionValue] | None:
     """Return XLA's options for the programs of a variant of steps; None: the defaults."""
-    options = model.options(many=variant.many)
-    if current_target().platform != "cuda" or not (variant.halves or variant.long):
+    options = model.options(many=variant.size != "few")
+    if current_target().platform != "cuda" or not (variant.halves or variant.size == "long"):
         return options
     halves = half_batch_options() if variant.halves else {}
-    return {**(options or {}), **halves, **(without_graph_options() if variant.long else {})}
+    return {**(options or {}), **halves, **(without_graph_options() if variant.size == "long" else {})}
+
+
+def _size(rows: int) -> Literal["few", "many"]:
+    """Return the size of a step of so many rows whose kernels are recorded in a CUDA graph."""
+    return "many" if has_many(rows) else "few"
 
 
 def limit_vocabulary(logits: Float[Array, "*R V"], size: int | None) -> Float[Array, "*R V"]:

@@ -35,6 +35,7 @@ from jaxstack.parallel.pipeline.execute import StageFunctions, execute
 from jaxstack.parallel.pipeline.schedule import Schedule, forward_only
 from jaxstack.parallel.rules import is_cast, restrict
 from jaxstack.parallel.sharding_context import ShardingContext, TracedParameters
+from jaxstack.parallel.static_leaves import split_arrays
 from jaxstack.parallel.weight_gather import Dims, dims_of, on_tensor_shards
 from jaxstack.precision import ScalingState
 
@@ -241,15 +242,11 @@ class _Functions:
     def _shared(self, microbatch: jax.Array) -> list[jax.Array]:
         with self._end_context.entered():
             found = shared_inputs(self._merge(None), self._loss_of(microbatch))
-        leaves, structure = jax.tree.flatten(found)
-        # Leaves that are not arrays are Python flags, the same for every microbatch.
-        self._shared_inputs = structure, [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        arrays, self._shared_inputs = split_arrays(found)  # the other leaves are the same for every microbatch
+        return arrays
 
     def _layer(self, weights: Any, x: jax.Array, shared: list[jax.Array], index: jax.Array) -> Any:
-        structure, leaves = self._shared_inputs
-        arrays = iter(shared)
-        inputs = jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in leaves])
+        inputs = self._shared_inputs(shared)
         with self._layer_context.entered():
             x, own = make_repetition_function(self._merge(None))(weights, x, inputs, index)
         return x, own if self._train else {}  # the layers' losses belong to training alone

@@ -18,11 +18,14 @@ PARTS_OF_DEVICE = chunks_per_device("zigzag")
 
 @dataclasses.dataclass(frozen=True)
 class StateExchange:
-    """What the devices of `context` may send for one layer: inputs and outputs of heads, or maps of states.
+    """Sizes of the two ways in which devices that split a sequence compute a recurrent layer together.
+
+    They exchange heads, so that each has whole sequences of some of them (all-to-all); or each tells the others how its
+    part of the sequence changes the states of all heads (all-gather of maps of states).
 
     Attributes:
-      token_numbers: numbers of a token's inputs and outputs of a device's heads, which an all-to-all exchanges.
-      state_bytes: bytes of the map of a part of a sequence, which an all-gather exchanges.
+      token_numbers: how many numbers the inputs and outputs of one token have, of a device's heads.
+      state_bytes: bytes of the map of a part of a sequence, of a device's heads.
       recomputes: True if the map costs the recurrence a second time.
     """
 
@@ -30,8 +33,8 @@ class StateExchange:
     state_bytes: int
     recomputes: bool
 
-    def sends_less_by_states(self, length: int, heads: int, devices: int, itemsize: int) -> bool:
-        """Return True if the maps of the states are fewer bytes than what an all-to-all sends, or heads do not divide.
+    def gathers_states(self, length: int, heads: int, devices: int, itemsize: int) -> bool:
+        """Return True if the all-gather sends fewer bytes than the all-to-all, or the devices do not divide the heads.
 
         Args:
           length: number of tokens of a sequence on a device.

@@ -18,6 +18,7 @@ from jaxstack.models.layer_weights import Weights, gather_layers
 from jaxstack.models.remat import rematerialise
 from jaxstack.models.stack import Caches, Stack
 from jaxstack.models.transformer import Transformer
+from jaxstack.parallel.static_leaves import split_arrays
 
 RunLoss = Callable[[Transformer], Any]
 """Runs the loss of a microbatch on a model."""
@@ -129,17 +130,15 @@ def make_repetition_function(model: Transformer) -> RunRepetition:
     dtype = model.dtype
 
     def run(weights: Weights, x: jax.Array, inputs: LayerInputs, number: jax.Array) -> tuple[jax.Array, LayerSums]:
-        leaves, structure = jax.tree.flatten(inputs)
         # `jax.checkpoint` would trace the booleans of the context, which layers branch on.
-        static = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+        arrays, join = split_arrays(inputs)
 
         def repeat(weights: Weights, x: jax.Array, arrays: list, number: jax.Array) -> tuple[jax.Array, LayerSums]:
-            inputs = jax.tree.unflatten(structure, [s if a is None else a for a, s in zip(arrays, static, strict=True)])
+            inputs = join(arrays)
             gathered = gather_layers([weights["decoder"]["layers"][i] for i in stack.scanned], dtype)
             x, (_, sums) = stack.run_repetition(x, gathered, inputs.context, None, inputs.key, number)
             return x, stack.sums_of_repetition(sums, number)
 
-        arrays = [leaf if isinstance(leaf, jax.Array) else None for leaf in leaves]
         return rematerialise(repeat, stack.remat, scanned=True)(weights, x, arrays, number)
 
     return run

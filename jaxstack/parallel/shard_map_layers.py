@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxstack.parallel.mesh import packed_specs
 from jaxstack.parallel.rules import AxisRules, Names, axes_of, restrict
 from jaxstack.parallel.sharding_context import ShardingContext, current_context, current_rules, is_sharded
+from jaxstack.parallel.static_leaves import split_arrays
 from jaxstack.parallel.tensor_sums import sum_over_tensor
 from jaxstack.parallel.weight_gather import Exchange, dims_of, exchange, gather_parameter
 from pallas_kernels import PackedWeight
@@ -121,14 +122,11 @@ def with_local_cache(
     assert context is not None
     rules = context.rules
     inner = context.within(rules.free)
-    leaves, tree = jax.tree.flatten(whole)
-    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    arrays, join = split_arrays(whole)
 
     def local(heads: jax.Array, cache: Cache, arrays: list[jax.Array]) -> tuple[jax.Array, Cache]:
-        rest = iter(arrays)
-        own = [next(rest) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
         with inner.entered():
-            return function(heads, cache, *tree.unflatten(own))
+            return function(heads, cache, *join(arrays))
 
     split = PartitionSpec(None, None, "tensor")
     parts = jax.tree.map(lambda x: PartitionSpec(*[None] * (x.ndim - 2), "tensor"), cache)
@@ -139,7 +137,7 @@ def with_local_cache(
         out_specs=(split, parts),
         axis_names=set(rules.free),
         check_vma=False,
-    )(heads, cache, [leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
+    )(heads, cache, arrays)
 
 
 def splits_heads_alone(parts: int) -> bool:

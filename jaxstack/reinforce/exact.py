@@ -4,13 +4,10 @@ Both compute the model with the operations of `pallas_kernels.batch_invariant`, 
 the tokens beside it, and with the same roundings.
 """
 
-from jax.typing import DTypeLike
-
 from jaxstack.distributed.xla_options import OptionValue, low_precision_cpu_options
 from jaxstack.models import ModelConfig
 from jaxstack.models.attention.softmax import SoftmaxAttention
 from jaxstack.models.layer import Layer
-from pallas_kernels.batch_invariant.attention import kernel_problem
 from pallas_kernels.target import current_target
 
 
@@ -41,16 +38,6 @@ def inexact_part(model: ModelConfig) -> str | None:
         found |= {f"model.moe.{name}": getattr(moe, name) for name in names}
         found["model.moe.swiglu_limit"] = moe.swiglu_limit is not None
     return next((name for name, value in found.items() if value), None)
-
-
-def slow_part(model: ModelConfig, dtype: DTypeLike) -> str | None:
-    """Return why the kernel for GPUs cannot compute a model's attention, which a slow loop would; None on a CPU.
-
-    Args:
-      model: the model, all of which is exact.
-      dtype: its compute dtype.
-    """
-    return kernel_problem(model.width_per_head, dtype)
 
 
 def _inexact_layer(layer: Layer) -> str | None:

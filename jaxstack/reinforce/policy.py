@@ -23,7 +23,7 @@ from jaxstack.loss import IGNORE, Batch, LossSum, add_layer_losses, token_losses
 from jaxstack.models import Transformer
 from jaxstack.models.adapters import without_adapters
 from jaxstack.models.layer_sums import LayerSums
-from pallas_kernels.batch_invariant.mode import batch_invariant
+from pallas_kernels.batch_invariant.mode import batch_invariant, is_batch_invariant
 
 _STD_OFFSET = 1e-4
 """Added to the standard deviation that rewards are divided by, as in TRL."""
@@ -515,7 +515,7 @@ def token_log_probabilities(
       exact: compute them with the bits of an exact sampler, see `jaxstack.reinforce.exact`.
     """
     segments = batch.get("segment_ids")
-    with batch_invariant(exact):
+    with batch_invariant(exact or is_batch_invariant()):
         hidden, sums = model.hidden_and_sums(
             batch["tokens"],
             positions=batch.get("positions"),

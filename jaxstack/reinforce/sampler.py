@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from jaxstack.decoding.cache_room import has_pages, shares_pages
 from jaxstack.decoding.config import EngineConfig
-from jaxstack.decoding.decode import ModelOnMesh, cast_matrices, cast_shapes
+from jaxstack.decoding.decode import ModelOnMesh, cast_matrices, cast_shapes, on_replica
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.expert_programs import ExpertPrograms
 from jaxstack.decoding.requests import Request
@@ -208,12 +208,13 @@ class Sampler:
             self._load(params)
 
     def _load(self, params: Dict) -> None:
-        models = ModelOnMesh(self._module, params, self._non_params, self._rules, self._layout).split_replicas()
         if not self._engines:
-            self._engines = [self._open(model) for model in models]
+            model = ModelOnMesh(self._module, params, self._non_params, self._rules, self._layout)
+            self._engines = [self._open(replica) for replica in model.split_replicas()]
             return
-        for engine, model in zip(self._engines, models, strict=True):
-            engine.model.load(model.params, model.non_params)
+        for engine in self._engines:
+            mesh = engine.model.rules.mesh
+            engine.model.load(on_replica(params, mesh), on_replica(self._non_params, mesh))
             engine.programs.allocate()
 
     def _open(self, model: ModelOnMesh) -> Engine:

@@ -17,7 +17,7 @@ from jaxstack.loss import Batch
 from jaxstack.module_arrays.module import Dict
 from jaxstack.parallel.sharding_context import ShardingContext
 from jaxstack.reinforce.environment import Description, Environment
-from jaxstack.reinforce.exact import exact_options, inexact_part, slow_part
+from jaxstack.reinforce.exact import exact_options, inexact_part
 from jaxstack.reinforce.policy import LOSSES, TEACHER, PolicyConfig, token_log_probabilities
 from jaxstack.reinforce.rewards import Rewards, check_columns
 from jaxstack.reinforce.rollout import Rollouts
@@ -30,6 +30,7 @@ from jaxstack.step import Metrics
 from jaxstack.stored import StoredModel
 from jaxstack.stored.packed_base import PackedModel
 from jaxstack.trainer import Trainer
+from pallas_kernels.batch_invariant.attention import kernel_problem
 
 
 def reinforce(
@@ -295,7 +296,8 @@ def _exact_config(config: RunConfig) -> RunConfig:
             f"rollout.engine.exact does not support {problem}: sampler and trainer would compute it in different "
             "orders. Remove one of them; policy.sampler_correction weights what differs."
         )
-    if reason := slow_part(config.model, config.precision.compute_dtype(jax.default_backend())):
+    dtype = config.precision.compute_dtype(jax.default_backend())
+    if reason := kernel_problem(config.model.width_per_head, dtype):
         raise ConfigError(
             f"rollout.engine.exact computes attention by a kernel that {reason}. Set precision.compute=bfloat16 and "
             "take a model with such heads, or set exact=false; policy.sampler_correction weights what differs."

@@ -23,7 +23,9 @@ def recurrences() -> str:
             times = [f"{row[name]:.3f}" if row.get(name) else "refused" for name in TIMES]
             ratios = [f"{row[name] / rows[0][name]:.2f}" if row.get(name) else "" for name in TIMES]
             lines.append([work, row["implementation"], *times, *ratios, row["commit"][:7]])
-    titles = ["work", "implementation", "forward, ms", "with gradients, ms", "times ours", "times ours", "commit"]
+    measured = ("forward", "with gradients")
+    ratios = (f"{name} / ours" for name in measured)
+    titles = ["work", "implementation", *(f"{name}, ms" for name in measured), *ratios, "commit"]
     return f"{table(titles, lines)}\n\n{', '.join(dict.fromkeys(rows[0]['device'] for rows in newest.values()))}."
 
 

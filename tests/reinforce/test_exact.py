@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.reinforce.exact import inexact_part, slow_part
+from jaxstack.reinforce.exact import inexact_part
+from pallas_kernels.batch_invariant.attention import kernel_problem
 from pallas_kernels.target import lowering_platform
 from tests.reinforce.conftest import metrics_of
 from tests.reinforce.exact_runs import compare, sample, spread
@@ -63,9 +64,9 @@ def test_a_gpu_refuses_what_its_kernel_does_not_compute(width, dtype, rule):
     """Otherwise a loop that is slower by far would compute it, without a word."""
     pytest.importorskip("jax_triton")
     model = small_config(f"model.head_dim={width}").model
-    assert slow_part(model, dtype) is None, "on a CPU a loop computes all"
+    assert kernel_problem(model.width_per_head, dtype) is None, "on a CPU a loop computes all"
     with lowering_platform("cuda"):
-        assert slow_part(model, dtype) == rule
+        assert kernel_problem(model.width_per_head, dtype) == rule
 
 
 @pytest.mark.longer

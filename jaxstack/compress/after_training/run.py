@@ -84,12 +84,15 @@ def compress(
       Bytes, errors and losses before and after; `output` holds it as compression.json and report.html.
 
     Raises:
-      ConfigError: the recipe has a mistake or does not fit the model, or `output` exists.
+      ConfigError: the recipe has a mistake or does not fit the model, `output` exists, or text is given with
+        `from_disk`.
       JaxstackError: there is no checkpoint.
     """
     directory = Path(directory)
     output = Path(output)
     options = options or CompressOptions()
+    if options.from_disk and options.text.paths:
+        raise ConfigError("--data measures losses with the whole model in memory; leave it out with --from-disk.")
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     stored = StoredModel.open(directory, report)
     source = run_config(stored)
@@ -107,19 +110,16 @@ def compress(
     config = _compressed_config(source, stored, output, tokenizer)
     batches = _calibration(methods, stored, source, recipe, report)
     step = stored.choose_step(options.step)
+    # In float32, with layers unrolled and adapters merged, on one device. Weights that training rounded are taken as
+    # the optimizer stored them: rounding a second time has other scales, and other results.
+    one_device = run_config(stored, ["parallel.data=1", "precision.compute=float32"])
     if options.from_disk:
-        if options.text.paths:
-            raise ConfigError("--data measures losses with the whole model in memory; leave it out with --from-disk.")
-        one_device = run_config(stored, ["parallel.data=1", "precision.compute=float32"])
         work = DiskCompression(stored, one_device, methods, layouts, recipe, report)
         with new_directory(output) as folder:
             with doing("compressing"):
                 result = work.write(folder, batches, step)
             _write_files(folder, result, recipe, config, tokenizer, stored)
         return result
-    # In float32, with layers unrolled and adapters merged, on one device. Weights that training rounded are taken as
-    # the optimizer stored them: rounding a second time has other scales, and other results.
-    one_device = run_config(stored, ["parallel.data=1", "precision.compute=float32"])
     with doing("loading the model"):
         decoder = load_decoder(stored, one_device, step=options.step, form="master", layout_chosen=True)
     # The text and the output are opened before the work, so that a mistake in either is found at once.

@@ -35,7 +35,7 @@ def describe_weight(
     """
     dense = dense_parameter(path, after).astype(jnp.float32)
     wide = before.astype(jnp.float32)
-    difference = dense - before.astype(jnp.float32)
+    difference = dense - wide
     return WeightRow(
         path=path,
         layer=layer_name(path),

@@ -43,7 +43,7 @@ def gathers_states(axis: str, kind: Recurrent, x: Float[Array, "B T N _"]) -> bo
         return method == "all_gather"
     devices = jax.lax.axis_size(axis)
     exchange = kind.exchange(kind.num_heads // heads)
-    return exchange.sends_less_by_states(length, heads, devices, x.dtype.itemsize)
+    return exchange.gathers_states(length, heads, devices, x.dtype.itemsize)
 
 
 def convolve_parts(
