@@ -43,7 +43,7 @@ def processes_of_programs() -> int:
     found = 0
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found += b"reinforce/sandbox.py" in path.read_bytes()
+            found += b"reinforce.sandbox_worker" in path.read_bytes()
         except OSError:
             continue
     return found

@@ -14,7 +14,7 @@ from jaxstack.run_config import load_config
 from tests.reliability.runs import REPOSITORY
 
 SCANNED = ("jaxstack", "pallas_kernels", "scripts", "benchmarks")
-SANDBOX = "jaxstack/reinforce/sandbox.py"
+SANDBOX = "jaxstack/reinforce/sandbox_worker.py"
 """Runs generated code, which is its purpose, in processes with limits; `tests/reinforce/test_sandbox.py` attacks it."""
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
