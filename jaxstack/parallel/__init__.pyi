@@ -4,6 +4,8 @@ from .mesh import make_mesh as make_mesh
 from .overlap import gather_project as gather_project
 from .overlap import gather_project_scatter as gather_project_scatter
 from .overlap import project_scatter as project_scatter
+from .overlap import project_sum as project_sum
+from .overlap import sum_over_tensor as sum_over_tensor
 from .rules import AxisRules as AxisRules
 from .rules import make_rules as make_rules
 from .sbp import broadcast as broadcast
@@ -30,8 +32,6 @@ from .sharding_context import current_rules as current_rules
 from .sharding_context import logical_axis_rules as logical_axis_rules
 from .sharding_context import shard as shard
 from .sharding_context import splits_length as splits_length
-from .tensor_sums import project_sum as project_sum
-from .tensor_sums import sum_over_tensor as sum_over_tensor
 from .weight_gather import (
     gather_parameter as gather_parameter,
 )

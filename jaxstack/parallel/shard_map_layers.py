@@ -25,10 +25,10 @@ from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxstack.parallel.mesh import packed_specs
+from jaxstack.parallel.overlap import sum_over_tensor
 from jaxstack.parallel.rules import AxisRules, Names, axes_of, restrict
 from jaxstack.parallel.sharding_context import ShardingContext, current_context, current_rules, is_sharded
 from jaxstack.parallel.static_leaves import split_arrays
-from jaxstack.parallel.tensor_sums import sum_over_tensor
 from jaxstack.parallel.weight_gather import Exchange, dims_of, exchange, gather_parameter
 from pallas_kernels import PackedWeight
 from pallas_kernels.attention.context_layout import LINK_BANDWIDTH, NETWORK_BANDWIDTH

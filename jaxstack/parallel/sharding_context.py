@@ -37,7 +37,7 @@ class StepLayout:
     sequence: bool = False
     """True splits the residual stream along the length over `tensor` (Megatron's sequence parallelism)."""
     peer_sums: Literal["auto", "always", "never"] = "never"
-    """When a kernel that reads the memory of the other GPUs sums small arrays over `tensor`, see `tensor_sums`. auto:
+    """When a kernel that reads the memory of the other GPUs sums small arrays over `tensor`, see `overlap`. auto:
     if it is expected to be faster; always: in the same place, by XLA's all-reduce if the kernel does not fit."""
     axis_rules: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, hash=False)
     """Logical axis -> mesh axes, for axes that are sharded in another way than by the standard rules."""
