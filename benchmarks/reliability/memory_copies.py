@@ -11,56 +11,30 @@ appended to benchmarks/results/memory_copies.jsonl. Further arguments are the ru
 """
 
 import argparse
-import json
-import os
-import re
-import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.launched import run_steps
 from benchmarks.rows import append_rows, print_table
-from jaxstack.launch.child import descendants
 
 COLUMNS = ("work", "processes", "interval", "step_seconds", "slowest_step_seconds", "copy_gib", "cost")
 
 
 def train(args: argparse.Namespace, folder: Path, interval: int) -> dict:
     """Run `args.steps` steps with copies every `interval` steps (0: none); return a row."""
-    command = [
-        sys.executable, "-m", "jaxstack.launch", "--processes", str(args.processes), "--",
-        sys.executable, "-m", "jaxstack.train", "--config", args.config, f"run.dir={folder}",
-        f"run.name=every-{interval}", "data.sources=[{path: synthetic}]", f"train.steps={args.steps}",
-        "train.eval_every_steps=null", "checkpoint.every_steps=1000000", f"checkpoint.memory_every_steps={interval}",
-        "observe.log_every=1", "observe.trackers=[jsonl]", "parallel.data=1", "parallel.fsdp=-1", *args.overrides,
-    ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = []
-    device = ""
-    for line in process.stdout or ():
-        lines.append(line)
-        if match := re.search(r" compute on (\d+) x (.+?) \(", line):
-            device = match[2]
-        if line.startswith(f"step {args.steps}/"):  # without the last save and evaluation, which are not measured
-            for pid in [*descendants(process.pid), process.pid]:
-                os.kill(pid, signal.SIGKILL)
-    process.wait()
-    metrics = folder / f"every-{interval}" / "metrics.jsonl"
-    found = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    steps = [one for one in found if "step_time_seconds" in one and one["step"] > args.warm_up]
-    if len(steps) < args.steps - args.warm_up:
-        raise SystemExit("the run ended too early:\n" + "".join(lines[-30:]))
-    times = [one["step_time_seconds"] for one in steps]
+    name = f"every-{interval}"
+    layout = ("parallel.data=1", "parallel.fsdp=-1", *args.overrides)
+    settings = (f"checkpoint.memory_every_steps={interval}", *layout)
+    row = run_steps(
+        args.config, folder, name, settings, processes=args.processes, steps=args.steps, warm_up=args.warm_up
+    )
+    last = row.pop("last")
     return {
-        "work": " ".join([Path(args.config).stem, *args.overrides]), "device": device, "processes": args.processes,
-        "interval": interval, "steps": len(times), "step_seconds": statistics.fmean(times),
-        "median_step_seconds": statistics.median(times), "slowest_step_seconds": max(times),
-        "copy_gib": steps[-1].get("memory_copy_bytes", 0) / 2**30,
-        "blocked_seconds": steps[-1].get("memory_copy_seconds", 0.0),
+        **row, "work": " ".join([Path(args.config).stem, *args.overrides]), "interval": interval,
+        "copy_gib": last.get("memory_copy_bytes", 0) / 2**30, "blocked_seconds": last.get("memory_copy_seconds", 0.0),
     }  # fmt: skip
 
 
@@ -84,7 +58,6 @@ def main() -> None:
         with_copies["cost"] = with_copies["step_seconds"] / without["step_seconds"] - 1
         for row in (without, with_copies):
             rows.append(row)
-            os.environ.setdefault("JAX_PLATFORMS", "cpu")  # of this process, which only writes rows
             append_rows("memory_copies", [{"implementation": "jaxstack", **row}])
     print_table(rows, COLUMNS)
 

@@ -120,6 +120,10 @@ Milliseconds of a traced step on device 0. `overlap` is the share of `communicat
 computes; `hidden` is the share of the communication of the row without overlap that adds no time to the kernels, which
 counts kernels that communicate themselves.
 """,
+    "memory_copies": """\
+Steps of a run under the launcher without copies of its state in host memory (`interval` 0), and with them; `cost` is
+what the copies add to the mean step.
+""",
     "parallel": """\
 Whole steps in parallel layouts. `efficiency` is tokens/s per device relative to one device with as many tokens.
 """,
@@ -128,6 +132,9 @@ The gradients of a step, without the optimizer. `bubble` is the idle time of the
 `simulated bubble` is that of the schedule.
 """,
     "pointwise": "Elementwise operations relative to the bandwidth of a copy in the same run.\n",
+    "processes": """\
+One process with all GPUs of a machine beside one process for each; `relative speed` is that of the step of one process.
+""",
     "recurrent": """\
 `ms` is forward and backward. `copy ms` is the time in which a copy reads and writes as many bytes as inputs, outputs
 and gradients have: no kernel is faster. flash-linear-attention's SSD takes inputs that are repeated for each head.
@@ -239,7 +246,14 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "held-out ratio": _number("eval_loss_ratio", "{:.4f}"),
     "parameters": _number("parameters", "{:,.0f}"),
     "samples/s": _number("samples_per_second", "{:.1f}"),
+    "processes": _text("processes"),
+    "interval": _text("interval"),
     "step s": _number("step_seconds", "{:.2f}"),
+    "slowest step s": _number("slowest_step_seconds", "{:.2f}"),
+    "relative speed": _number("relative_speed", "{:.3f}"),
+    "copy GiB": _number("copy_gib", "{:.1f}"),
+    "blocked s": _number("blocked_seconds", "{:.2f}"),
+    "cost": _number("cost", "{:.1f} %", 100),
     "rollout s": _number("rollout_seconds", "{:.2f}"),
     "train s": _number("train_seconds", "{:.2f}"),
     "steps measured": _number("measured_steps", "{:.0f}"),
