@@ -27,7 +27,7 @@ class RecurrentLayers(NamedTuple):
     kind: Recurrent
     """The mixer."""
     number: int
-    """How many there are."""
+    """Number of these layers."""
     flops: float
     """FLOPs of one layer's recurrence for each token, forward and backward."""
 

@@ -451,7 +451,8 @@ class StepModel:
         exchanged = 2 * model.all_to_all(2 * (queries + keys), group)
         width = shape.attending_key
         fewer = (shape.attending_query + width < width * devices) & (width // shape.head_dim % devices == 0)
-        in_ring, gathering = ring(2 * keys, nothing), gathered(2 * keys, nothing)
+        in_ring = ring(2 * keys, nothing)
+        gathering = gathered(2 * keys, nothing)
         if shape.key_source:
             expansion = (
                 hops

@@ -165,8 +165,9 @@ class _JsonArguments:
         for part in text.split(self.opening)[1:]:
             name, found, rest = part.partition(self.between)
             if not self.between or not found:
-                name, rest = part[: part.find("{")], part[part.find("{") :]
-                name = re.split(r"[\s<]", name.strip())[0]
+                start = part.find("{")
+                name = re.split(r"[\s<]", part[:start].strip())[0]
+                rest = part[start:]
             value = _read_json(rest, len(rest) - len(rest.lstrip()))
             if not isinstance(value, dict):
                 calls.append(ToolCall("", error="the arguments of a call are a JSON object"))

@@ -25,7 +25,9 @@ class PerLayerEmbedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         assert config.vocab_size is not None and config.hidden_size_per_layer_input is not None
-        layers, width, d = config.num_layers, config.hidden_size_per_layer_input, config.hidden_size
+        layers = config.num_layers
+        width = config.hidden_size_per_layer_input
+        d = config.hidden_size
         initialize = embedding_initializer(config)
         self.embedding = Embedding(config.vocab_size, layers * width, ("vocab", "embed"), initialize, rngs)
         kernel = make_initializer(config)(rngs.params(), (d, layers, width), d)
@@ -47,7 +49,8 @@ class PerLayerInput(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         assert config.hidden_size_per_layer_input is not None
-        d, width = (config.hidden_size,), (config.hidden_size_per_layer_input,)
+        d = (config.hidden_size,)
+        width = (config.hidden_size_per_layer_input,)
         inner = make_initializer(config)
         outer = make_initializer(config, residual=True)
         self.gate = Linear(d, width, ("embed", "norm"), rngs=rngs, initialize=inner)

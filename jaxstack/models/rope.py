@@ -116,7 +116,8 @@ class RopeScaling(Component):
         if missing:
             raise ValueError(f"rope_type {self.rope_type} needs {', '.join(missing)}.")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            least, most = getattr(self, low), getattr(self, high)
+            least = getattr(self, low)
+            most = getattr(self, high)
             if least is not None and least > most:
                 raise ValueError(f"{low} ({least}) must be at most {high} ({most}).")
         return self
@@ -231,7 +232,8 @@ def rope_cos_sin(
     runs, offsets = (x[..., None].astype(jnp.float32) for x in jnp.divmod(positions, _POSITIONS_PER_RUN))
     run_angles = np.mod(frequencies * _POSITIONS_PER_RUN, 2 * math.pi)
     angles = runs * jnp.asarray(run_angles, jnp.float32) + offsets * jnp.asarray(frequencies, jnp.float32)
-    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    cos = jnp.cos(angles)[..., None, :]
+    sin = jnp.sin(angles)[..., None, :]
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 

@@ -190,7 +190,8 @@ class Episodes:
             else:
                 episode.done = True
         for row, replies in self._call(environment, requests, prompts):
-            episode, calls = episodes[row], called[row]
+            episode = episodes[row]
+            calls = called[row]
             messages = self._results(episode, calls, replies) if calls else self._step(episode, replies[0])
             episode.messages += messages
             episode.done |= last

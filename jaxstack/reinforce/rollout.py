@@ -359,7 +359,8 @@ class Rollouts:
             groups = [Group(group.place, taken[n * samples :][:samples]) for n, group in enumerate(groups)]
         chosen = [n for n, group in enumerate(groups) if group.complete or not carries][:wanted]
         rows = [n * samples + row for n in chosen for row in range(samples)]
-        asked, episodes = [asked[row] for row in rows], [episodes[row] for row in rows]
+        asked = [asked[row] for row in rows]
+        episodes = [episodes[row] for row in rows]
         results = self._reward(asked, episodes)
         seconds = answered - began, time.perf_counter() - answered
         left = [group for n, group in enumerate(groups) if n not in chosen]
@@ -434,7 +435,8 @@ class Rollouts:
         """Report the number of answers with an error, and the first of them."""
         failed = [number for number, error in enumerate(errors) if error is not None]
         if failed:
-            prompt, answer = prompts[failed[0]], answers[failed[0]]
+            prompt = prompts[failed[0]]
+            answer = answers[failed[0]]
             self._say(
                 f"warning: {len(failed):,} of {len(errors):,} {what}; the first: {errors[failed[0]]} "
                 f"(prompt {_shown(prompt.text)}, answer {_shown(answer.text)})"

@@ -209,7 +209,7 @@ class _Worker:
 
 
 _PLACES = [str(Path(__file__).resolve().parents[2]), *sys.path]
-"""Where a worker finds jaxstack and what that imports. Programs do not look there."""
+"""Folders in which a worker finds jaxstack and what that imports. Programs do not look there."""
 _WORKER = """
 import json, sys
 places, *settings = json.loads(sys.argv[1])

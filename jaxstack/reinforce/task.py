@@ -266,8 +266,8 @@ class PolicyTrainer(Trainer):
                 length = self.longest_answer
                 return token_log_probabilities(model, batch, self.temperature, length, exact=self.exact)[0]
 
-        size, length = self.train.global_batch_size, self.train.sequence_length
-        sharding = self.rules.sharding(self.rules.batch_spec((size, length), "old_logprobs"))
+        shape = (self.train.global_batch_size, self.train.sequence_length)
+        sharding = self.rules.sharding(self.rules.batch_spec(shape, "old_logprobs"))
         options = exact_options() if self.exact else None
         compiled = jax.jit(compute, out_shardings=sharding, compiler_options=options)
 

@@ -146,7 +146,8 @@ def _value(node: ast.expr, used: Counter[Fraction]) -> Fraction:
             value = _value(operand, used)
             value = -value if isinstance(sign, ast.USub) else value
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            base, exponent = _value(left, used), _value(right, used)
+            base = _value(left, used)
+            exponent = _value(right, used)
             bits = max(base.numerator.bit_length(), base.denominator.bit_length())
             if exponent.denominator != 1 or abs(exponent) * bits > _MOST_BITS:
                 raise NoValueError(f"exponents are whole numbers and powers have at most {_MOST_BITS:,} bits")

@@ -38,8 +38,8 @@ class ResilienceConfig(Component):
     """Limit on the time of a train step, and of a batch of an evaluation: a process that takes longer is stuck, and the
     launcher names it, prints stacks, and restarts the run. null: the launcher's `--step-seconds` (300)."""
     compile_ahead: bool = False
-    """With `launch --nodes MIN:MAX`, compile the step for one node fewer during the first steps, in a thread of low
-    priority, so that a start after a loss finds it in the compilation cache. Tried on CPUs only."""
+    """Compile the step for one node fewer during the first steps of a run of `launch --nodes MIN:MAX`, in a thread of
+    low priority, so that a start after a loss finds it in the compilation cache. Tried on CPUs only."""
     connect_seconds: int = Field(default=300, ge=1, le=86_400)
     """Limit on the time that the processes of a run wait for one another at its start."""
     device_hours_between_failures: float = Field(default=LLAMA3_HOURS, gt=0)

@@ -124,7 +124,8 @@ class TextAnswer:
         # The tokens of what may be a call come in the last part, as the call itself.
         waits = self._tools is not None and self.finish_reason is None
         count = max(0, self._spoken - self._returned) if waits else len(self._new)
-        new, self._new = self._new[:count], self._new[count:]
+        new = self._new[:count]
+        self._new = self._new[count:]
         before = min(len(new), max(0, self._before - self._returned))
         spoken = max(self._spoken if calls else self.tokens, self._returned)
         self._returned += len(new)
@@ -138,7 +139,8 @@ class TextAnswer:
         scored = self.request.sampling.logprobs is not None
         if self._echo is None or (scored and not begun):
             return Part("")
-        (text, skipped), self._echo = self._echo, None
+        text, skipped = self._echo
+        self._echo = None
         prompt = self.request.prompt[skipped:]
         scores = [None, *self.request.prompt_scores][skipped:] if scored else []
         return Part(text, prompt, scores, len(prompt))

@@ -96,7 +96,8 @@ class ReasoningReader:
         return piece
 
     def _take(self, end: int) -> str:
-        text, self._held = self._held[:end], self._held[end:]
+        text = self._held[:end]
+        self._held = self._held[end:]
         if self._fresh:
             text = text.lstrip()
             self._fresh = not text

@@ -116,7 +116,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     """auto: the model decides whether to call a function; none: never; required: it must; or the function to call."""
     reasoning_effort: str | None = None
-    """How long the model reasons, such as low, medium or high, for templates with a variable of this name."""
+    """Effort of the reasoning, such as low, medium or high, for templates with a variable of this name."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the chat template, such as enable_thinking, as vLLM has it."""
     parallel_tool_calls: bool | None = None

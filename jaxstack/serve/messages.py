@@ -177,7 +177,7 @@ class OutputConfig(Component):
     format: OutputFormat | None = None
     """Its format."""
     effort: str | None = None
-    """How long the model reasons, for templates with a variable `reasoning_effort`."""
+    """Effort of the reasoning, such as low, for templates with a variable `reasoning_effort`."""
 
 
 class CountRequest(Component):

@@ -168,7 +168,7 @@ class ReasoningOptions(Component):
     """Options of the reasoning before an answer."""
 
     effort: str | None = None
-    """How long the model reasons, for templates with a variable reasoning_effort."""
+    """Effort of the reasoning, such as low, for templates with a variable reasoning_effort."""
     summary: str | None = None
     """Ignored: reasoning is returned as it is."""
     generate_summary: str | None = None
@@ -212,7 +212,8 @@ class ResponsesRequest(Component):
     priority: int | None = None
     """Requests with a lower number start first, 0 by default; no field of OpenAI's."""
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
-    """With `message.output_text.logprobs` the text has the log-probabilities of its tokens; others are ignored."""
+    """Further fields of the answer: `message.output_text.logprobs`, the log-probabilities of its tokens; others are
+    ignored."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
     """Name this many likeliest tokens beside each one."""
 
@@ -446,7 +447,8 @@ class EventWriter:
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
         item = {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", "call_id": call["id"], "name": name}
         self.items.append({**item, "arguments": arguments, "status": "completed"})
         number = len(self.items) - 1

@@ -173,14 +173,16 @@ class ToolReader:
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
         """Return the rest of the text, and the calls in OpenAI's form: none if one of them cannot be read."""
-        text, self._held = self._held, ""
+        text = self._held
+        self._held = ""
         calls = self._read(text)
         if not calls or any(call.error is not None for call in calls):
             return text, []
         return "", [_entry(call) for call in calls]
 
     def _release(self, end: int) -> str:
-        text, self._held = self._held[:end], self._held[end:]
+        text = self._held[:end]
+        self._held = self._held[end:]
         return text
 
     def _read(self, text: str) -> list[ToolCall]:

@@ -1,1 +1,1 @@
-"""One step of decoding of recurrent mixers: `api.update_states` reads and writes each state once."""
+"""Kernels of a decoding step of recurrent mixers: `api.update_states` reads and writes each state once."""

@@ -58,7 +58,7 @@ class OtherModel(ConfigError):
 
     @property
     def distance(self) -> tuple[bool, int]:
-        """How far the family is from the model: whether layers have other token mixers, and how many fields differ."""
+        """Measure of the differences: True if layers have other token mixers, and the number of fields."""
         return any(text.startswith("token mixers") for text in self.different), len(self.different)
 
 

@@ -64,7 +64,8 @@ def state_space(keys: Mapping[str, tuple[str, Any]], expand: str, *, whole: bool
 def state_space_tensors(mixer: str) -> tuple[Tensor, ...]:
     """Return the rows of a state space layer, whose tensors' names begin with `mixer`."""
     at = "layers/attention/"
-    heads, steps = ((1, 2), (0,)), ((1,), (0,))
+    heads = ((1, 2), (0,))
+    steps = ((1,), (0,))
     parts = ("x", "b", "c")
     return (
         *(

@@ -174,7 +174,8 @@ def delta_tensors(mixer: str) -> tuple[Tensor, ...]:
     Args:
       mixer: beginning of the names within a layer.
     """
-    at, theirs = "layers/attention/", LAYER + mixer
+    at = "layers/attention/"
+    theirs = LAYER + mixer
     heads = ((1, 2), (0,))
     return (
         *(Tensor(f"{at}in_proj_{name}/kernel", f"{theirs}{name}_proj.weight", heads) for name in "qkv"),

@@ -211,7 +211,8 @@ class Leaf:
         rows, all_rows, start = (
             size // self.groups for size in (self.row.shape(self.piece)[0], self.joined_size, self.start)
         )
-        first, last = cuts[0].start // rows, -(-cuts[0].stop // rows)
+        first = cuts[0].start // rows
+        last = -(-cuts[0].stop // rows)
         read = source[(slice(first * all_rows, last * all_rows), *cuts[1:])]
         found = read if on_device else np.asarray(read)
         found = found.reshape(last - first, all_rows, *found.shape[1:])[:, start : start + rows]

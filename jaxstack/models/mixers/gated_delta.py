@@ -191,7 +191,8 @@ class GatedDeltaNet(nnx.Module):
             for x, w in zip((q, k, v), (taps[0][of_key_head], taps[1][of_key_head], taps[2]), strict=True)
         )
         decay, beta = self._gates(dt, beta, a_log, dt_bias)
-        q, k = _of_length_1(q), _of_length_1(k)
+        q = _of_length_1(q)
+        k = _of_length_1(k)
         if axis is not None:
             return gated_delta_rule_over_shards(q, k, v, decay, beta, axis_name=axis, segment_ids=segment_ids)
         return gated_delta_rule(q, k, v, decay, beta, segment_ids=segment_ids)[0]

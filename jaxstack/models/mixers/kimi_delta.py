@@ -55,8 +55,11 @@ class KimiDeltaAttention(GatedDeltaNet):
         """Count the parameters of this sublayer: projections; convolutions, the norm, and what each head has."""
         kind = layer.mixer
         assert isinstance(kind, GatedDelta)
-        n, few = kind.num_heads, kind.head_dim
-        keys, values, decays = kind.num_key_heads * kind.key_head_dim, n * kind.head_dim, n * kind.key_head_dim
+        n = kind.num_heads
+        few = kind.head_dim
+        keys = kind.num_key_heads * kind.key_head_dim
+        values = n * kind.head_dim
+        decays = n * kind.key_head_dim
         projected = 2 * keys + 2 * values + n + 2 * few
         other = kind.conv_kernel * (2 * keys + values) + n + decays + kind.head_dim
         return ParameterCount(config.hidden_size * projected + few * (decays + values), other)

@@ -225,7 +225,8 @@ def _result_tiles(
         if (value := _last(metrics, f"final_eval_{name}")) is not None:
             tiles.append((f"Final {label[0].lower()}{label[1:]}", f"{value:.4f}", "on all held-out tokens"))
     if (load := _last(metrics, "expert_load")) is not None:
-        overload, layer = _last(metrics, "expert_overload"), _last(metrics, "expert_overload_layer")
+        overload = _last(metrics, "expert_overload")
+        layer = _last(metrics, "expert_overload_layer")
         worst = "" if overload is None or layer is None else f"; worst {1 + overload:.2f} in layer {layer:.0f}"
         tiles.append(("Fullest expert", f"{load:.2f}", f"of an even load{worst}"))
     if (tokens := _last(metrics, "tokens")) is not None:
