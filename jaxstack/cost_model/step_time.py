@@ -9,8 +9,7 @@ Per microbatch and device, with n tokens of which t devices share a layer:
 - elementwise: norms, residual, rotation, activations, rows of routed experts (`jaxstack.cost_model.routed_experts`),
   casts of weights and the loss as bytes of memory traffic, the optimizer's update (read weight, gradient and state,
   write weight and state), and the gaps between kernels;
-- communication: see `jaxstack.cost_model.communication`; overlapped transfers count by the time that they add to the
-  step;
+- communication: see `jaxstack.cost_model.cluster`; overlapped transfers count by the time that they add to the step;
 - bubble: (p - 1)/m of the layers' work for 1F1B and GPipe, (p - 1)/(m v) for the interleaved schedule (Narayanan et al.
   2021), (p - 1)/(3m) for ZB-H1 (Qi et al. 2023) with at least 2p - 1 microbatches.
 
@@ -21,8 +20,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxstack.cost_model.cluster import Cluster, Efficiency
-from jaxstack.cost_model.communication import CollectiveModel, Group, combined_group, group_of
+from jaxstack.cost_model.cluster import Cluster, CollectiveModel, Efficiency, Group, combined_group, group_of
 from jaxstack.cost_model.layouts import Floats, LayoutTable
 from jaxstack.cost_model.memory import (
     gathers_weights,

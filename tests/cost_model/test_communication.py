@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxstack.cost_model.cluster import parse_cluster
-from jaxstack.cost_model.communication import CollectiveModel, Group, combined_group, group_of
+from jaxstack.cost_model.cluster import CollectiveModel, Group, combined_group, group_of, parse_cluster
 
 CLUSTER = parse_cluster("4 x 8 h200")
 MODEL = CollectiveModel(CLUSTER, 1.0, 1.0)
