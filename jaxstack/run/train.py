@@ -37,8 +37,7 @@ from jaxstack.models.count import describe_flops
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.number_format import plural
 from jaxstack.preference import LOSSES
-from jaxstack.run.build import companions, make_trainer, resolve_model
-from jaxstack.run.compile_ahead import CompileAhead
+from jaxstack.run.build import CompileAhead, companions, make_trainer, resolve_model
 from jaxstack.run.evaluate import TrainingTasks
 from jaxstack.run.join import join_job
 from jaxstack.run.load import load_companions, load_packed_base, start_parameters
