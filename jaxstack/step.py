@@ -310,7 +310,11 @@ class StepProgram:
         layout = self._steps.layout
         own = {}
         if self._on_gpu:
-            own = builtin_step_options(pipeline=layout.pipeline is not None, peer_copies=layout.peer_copies)
+            own = builtin_step_options(
+                pipeline=layout.pipeline is not None,
+                peer_copies=layout.peer_copies,
+                processes=len({device.process_index for device in self._steps.rules.mesh.devices.flat}),
+            )
         return translate_options({**own, **self._xla_options})
 
     @property

@@ -1,8 +1,11 @@
 """XLA compiler options for training steps, each with its reason, and their names in different versions of jaxlib."""
 
+import contextlib
+import ctypes
 import functools
 import importlib.metadata
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -66,6 +69,17 @@ PEER_COPIES = (
     ),
 )
 """Options of steps whose weights travel by peer-to-peer copies, see `jaxstack.parallel.weight_gather`."""
+COPIES_BETWEEN_PROCESSES = (
+    PEER_COPIES[0]._replace(
+        value="COLLECTIVES_SYMMETRIC_MEMORY",
+        reason="Compiles permutes between the GPUs of one host to NCCL's one-sided transfers, which the copy engines "
+        "carry out; a process cannot read the memory of another one's GPU by its address.",
+    ),
+    *PEER_COPIES[1:],
+)
+"""The same where the GPUs belong to several processes."""
+ONE_SIDED_NCCL = (2, 29)
+"""The first version of NCCL whose one-sided transfers a host starts."""
 HALF_BATCHES = (
     Option(
         "xla_gpu_dot_merger_threshold_mb",
@@ -121,9 +135,9 @@ EQUIVALENT: tuple[tuple[Setting, ...], ...] = (
 """Groups of settings that mean the same in different versions of jaxlib; the first that is supported is used."""
 
 
-def step_options(*, pipeline: bool = False, peer_copies: bool = False) -> dict[str, OptionValue]:
+def step_options(*, pipeline: bool = False, peer_copies: bool = False, processes: int = 1) -> dict[str, OptionValue]:
     """Return jaxstack's XLA options for a GPU training step, as far as the installed jaxlib supports them."""
-    return translate_options(builtin_step_options(pipeline=pipeline, peer_copies=peer_copies))[0]
+    return translate_options(builtin_step_options(pipeline=pipeline, peer_copies=peer_copies, processes=processes))[0]
 
 
 def low_precision_cpu_options() -> dict[str, OptionValue]:
@@ -160,15 +174,42 @@ def half_batch_options() -> dict[str, OptionValue]:
     return translate_options({option.name: option.value for option in HALF_BATCHES})[0]
 
 
-def supports_peer_copies() -> bool:
-    """Return True if the installed jaxlib can compile collective permutes to peer-to-peer copies."""
-    return all(is_supported(option.name, option.value) for option in PEER_COPIES)
+def supports_peer_copies(processes: int) -> bool:
+    """Return True if the installed jaxlib, and NCCL for several processes, can copy between the GPUs of one host."""
+    if processes > 1 and nccl_version() < ONE_SIDED_NCCL:
+        return False
+    return all(is_supported(option.name, option.value) for option in _peer_copies(processes))
 
 
-def builtin_step_options(*, pipeline: bool = False, peer_copies: bool = False) -> dict[str, OptionValue]:
-    """Return jaxstack's XLA options for a GPU training step, supported by the installed jaxlib or not."""
-    chosen = (*ALWAYS, *(PIPELINE if pipeline else ()), *(PEER_COPIES if peer_copies else ()))
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of the NCCL that is loaded or installed, such as (2, 29, 7); () if there is none."""
+    with contextlib.suppress(OSError, AttributeError):
+        found = ctypes.c_int()
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+        return found.value // 10_000, found.value // 100 % 100, found.value % 100
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version(package))[:3])
+    return ()
+
+
+def builtin_step_options(
+    *, pipeline: bool = False, peer_copies: bool = False, processes: int = 1
+) -> dict[str, OptionValue]:
+    """Return jaxstack's XLA options for a GPU training step, supported by the installed jaxlib or not.
+
+    Args:
+      pipeline: the step is a pipeline's.
+      peer_copies: weights travel by peer-to-peer copies.
+      processes: number of processes that the devices belong to.
+    """
+    chosen = (*ALWAYS, *(PIPELINE if pipeline else ()), *(_peer_copies(processes) if peer_copies else ()))
     return {option.name: option.value for option in chosen}
+
+
+def _peer_copies(processes: int) -> tuple[Option, ...]:
+    # With an older NCCL the kernels of NCCL send what `parallel.copy_engines: always` asks for.
+    return COPIES_BETWEEN_PROCESSES if processes > 1 and nccl_version() >= ONE_SIDED_NCCL else PEER_COPIES
 
 
 def overlap_options(step: Mapping[str, OptionValue], collectives: int) -> dict[str, OptionValue]:

@@ -113,7 +113,7 @@ class ParallelConfig(Component):
     needs `fsdp` or `context`, and `model.scan_layers`. Two layers' weights and gradients are in memory; a step of
     llama3-8b on two H200s took 3 % less time."""
     copy_engines: Literal["auto", "always", "never"] = "auto"
-    """Peer-to-peer copies of weights and gradients between the GPUs of one process by their copy engines, which leave
+    """Peer-to-peer copies of weights and gradients between the GPUs of one host by their copy engines, which leave
     the multiprocessors to matmuls, in place of NCCL's kernels. auto: if measured no slower, which is with unrolled
     layers over `data`, `fsdp` and `context` alone; always: by permutes, whatever the layers, axes and devices."""
     zero: Literal[0, 1, 2] = 0

@@ -5,7 +5,7 @@ the stored shards in a separate dtype, as a sum over many devices in bfloat16 wo
 
 Both transfers are collectives or peer-to-peer copies. NCCL's collectives are kernels. A matmul kernel starts one
 program on every multiprocessor of a GPU; the programs for which a concurrent collective leaves no room run after all
-others, so that the overlap saves almost no time. GPUs of one process can read each other's memory by their copy
+others, so that the overlap saves almost no time. GPUs of one host can reach each other's memory by their copy
 engines, which occupy no multiprocessor. With `peer_copies` an all-gather is therefore one permute from each other
 device (`PEER_COPIES` of `jaxstack.distributed.xla_options` compiles it to a copy) and a pass that puts the shards in
 order; a reduce-scatter is a pass that cuts the gradient into shards, the permutes, and a sum.
@@ -13,8 +13,8 @@ order; a reduce-scatter is a pass that cuts the gradient into shards, the permut
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,22 @@ MOST_COPIED = 8
 """Maximum number of devices. Each sends to every other one, so that the number of copies grows quadratically."""
 
 
-def in_one_process(mesh: Mesh | AbstractMesh) -> bool:
-    """Return True if the mesh has 2 to `MOST_COPIED` GPUs, all of one process, so that they can copy peer to peer."""
+def share_host(
+    devices: Iterable[jax.Device],  # pyright: ignore[reportInvalidTypeForm] (a variable in jax's stubs)
+) -> bool:
+    """Return True if all devices are of one host, of a single process or of several.
+
+    JAX tells by the kernel's boot id which processes share one. A device that does not tell, such as a CPU, is taken to
+    be on a host of its process alone.
+    """
+    return len({getattr(device, "slice_index", device.process_index) for device in devices}) == 1
+
+
+def can_copy(mesh: Mesh | AbstractMesh) -> bool:
+    """Return True if the mesh has 2 to `MOST_COPIED` GPUs, all of one host, so that they can copy peer to peer."""
     if isinstance(mesh, AbstractMesh) or not 1 < mesh.size <= MOST_COPIED:
         return False
-    devices = mesh.devices.flat
-    return devices[0].platform in ("gpu", "cuda") and len({device.process_index for device in devices}) == 1
+    return mesh.devices.flat[0].platform in ("gpu", "cuda") and share_host(mesh.devices.flat)
 
 
 def gather(x: jax.Array, axes: tuple[str, ...], dim: int, *, peer_copies: bool) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, cast
 
@@ -20,7 +21,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.config import ParallelConfig
 from jaxstack.parallel.fewer_devices import describe_change, fit_fewer_devices
-from jaxstack.parallel.weight_gather import in_one_process
+from jaxstack.parallel.weight_gather import can_copy, share_host
 from jaxstack.resilience.preflight import check_same_devices
 from jaxstack.run_config import RunConfig
 
@@ -197,7 +198,7 @@ def forecast_here(config: RunConfig) -> Forecast | None:
     config = config.one_worker
     devices = math.prod(config.parallel.degrees.values())
     kind = jax.devices()[0].device_kind
-    cluster = cluster_of_devices(kind, devices, one_host=jax.process_count() == 1)
+    cluster = cluster_of_devices(kind, devices, one_host=share_host(jax.devices()))
     return None if cluster is None else forecast(config, cluster)
 
 
@@ -225,7 +226,7 @@ def _present_cluster(devices: int) -> Cluster:
     A kind that no file describes, such as simulated CPU devices, is taken for an H200. The memory is that of the
     device, which a file may overstate: an A100 has 40 or 80 GB.
     """
-    known = cluster_of_devices(jax.devices()[0].device_kind, devices, one_host=jax.process_count() == 1)
+    known = cluster_of_devices(jax.devices()[0].device_kind, devices, one_host=share_host(jax.devices()))
     cluster = known or resized(parse_cluster("h200"), devices)
     memory = memory_per_device()
     return cluster.model_copy(update={"memory_bytes": int(memory / DEVICE_FRACTION)}) if memory else cluster
@@ -291,13 +292,16 @@ def _uses_peer_copies(config: RunConfig, mesh: Mesh) -> bool:
     """Return True if weights and gradients are transferred by the GPUs' copy engines instead of NCCL kernels.
 
     With `parallel.copy_engines: auto` this holds for layouts where it was measured to be no slower: unrolled
-    layers over `data`, `fsdp` and `context` on the GPUs of one process.
+    layers over `data`, `fsdp` and `context` on the GPUs of one host; of several processes, on H100s and H200s.
     """
     if config.parallel.copy_engines != "auto":
         return config.parallel.copy_engines == "always"
     split = _split_axes(mesh.shape)
+    processes = len({device.process_index for device in mesh.devices.flat})
     measured = not config.model.scan_layers and split <= {"data", "fsdp", "context"}
-    return measured and in_one_process(mesh) and supports_peer_copies()
+    if processes > 1:  # NCCL's one-sided transfers end with an error where GPUs cannot access each other's memory
+        measured = measured and bool(re.search("H100|H200", mesh.devices.flat[0].device_kind))
+    return measured and can_copy(mesh) and supports_peer_copies(processes)
 
 
 def _split_axes(shape: Mapping[str, int]) -> set[str]:

@@ -1,5 +1,8 @@
 """XLA's options of the step: those that are set are known, others are translated or left out, and it is said."""
 
+import ctypes
+import importlib.metadata
+
 import jax
 import numpy as np
 import pytest
@@ -7,11 +10,14 @@ import pytest
 from jaxstack.distributed import xla_options as compiler_options
 from jaxstack.distributed.xla_options import (
     ALWAYS,
+    COPIES_BETWEEN_PROCESSES,
     NARROW_ON_CPU,
+    ONE_SIDED_NCCL,
     PEER_COPIES,
     PIPELINE,
     is_supported,
     step_options,
+    supports_peer_copies,
     translate_options,
 )
 from jaxstack.errors import ConfigError
@@ -27,6 +33,22 @@ def test_options_follow_what_the_step_holds():
     assert plain["xla_gpu_enable_triton_gemm"] is False
     assert pipeline == {**plain, **{option.name: option.value for option in PIPELINE}}
     assert step_options(peer_copies=True) == {**plain, **{option.name: option.value for option in PEER_COPIES}}
+
+
+@pytest.mark.parametrize("version", [(2, 28, 9), ONE_SIDED_NCCL, (2, 32, 3), ()])
+def test_copies_between_processes_need_a_nccl_with_one_sided_transfers(monkeypatch, version):
+    monkeypatch.setattr(compiler_options, "nccl_version", lambda: version)
+    new = version >= ONE_SIDED_NCCL
+    wanted = COPIES_BETWEEN_PROCESSES if new else PEER_COPIES
+    assert step_options(peer_copies=True, processes=2) == step_options() | {one.name: one.value for one in wanted}
+    assert step_options(processes=2) == step_options()
+    assert supports_peer_copies(2) == (new and supports_peer_copies(1))
+
+
+def test_the_version_of_nccl_is_that_of_the_package(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    monkeypatch.setattr(importlib.metadata, "version", {"nvidia-nccl-cu13": "2.29.7"}.__getitem__)
+    assert compiler_options.nccl_version() == (2, 29, 7)
 
 
 def test_an_option_that_the_installed_jaxlib_lacks_is_left_out_and_named():
