@@ -79,7 +79,7 @@ class Variant:
 
 VARIANTS = {
     "llama3-1b": Variant(("model.preset=llama3-1b",), peers=True),
-    "llama3-8b-lora": Variant(("model.preset=llama3-8b",), (ADAPTERS,), microbatches=16),
+    "llama3-8b-lora": Variant(("model.preset=llama3-8b",), (ADAPTERS,), microbatches=32),
     "llama3-1b-fsdp2": Variant(("model.preset=llama3-1b",), ("parallel={fsdp: 2, data: 1}",), devices=2),
 }
 COMPARED = ("jaxstack", "jaxstack, exact")

@@ -14,7 +14,7 @@ order; a reduce-scatter is a pass that cuts the gradient into shards, the permut
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp

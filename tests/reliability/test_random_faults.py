@@ -24,6 +24,8 @@ SETTINGS = (
     "train.eval_every_steps=null", "checkpoint.every_steps=20", "checkpoint.keep=3", "optimizer.learning_rate=1e-4",
     "resilience.heartbeat_seconds=6", "parallel.data=2", "parallel.fsdp=2",
 )  # fmt: skip
+ENDED = (143, -signal.SIGTERM, -signal.SIGKILL)
+"""Exit codes of launchers that a fault ended; before the first line of one SIGTERM itself ends it."""
 COPIES = ("train.steps=1000000", "checkpoint.memory_every_steps=5")
 
 
@@ -72,8 +74,7 @@ class Nodes:
             for rank, launcher in self.launchers.items():
                 code = launcher.poll()
                 if code is not None:
-                    # A launcher that gets SIGTERM before its first line ends by the signal itself.
-                    assert code in (143, -signal.SIGTERM, -signal.SIGKILL), f"launcher {rank} ended with {code}:\n{self.tail()}"
+                    assert code in ENDED, f"launcher {rank} ended with {code}:\n{self.tail()}"
                     self.start(rank)
             time.sleep(0.2)
 
