@@ -208,15 +208,15 @@ class _Worker:
         self._root = None
 
 
-_PLACES = [str(Path(__file__).resolve().parents[2]), *sys.path]
-"""Folders in which a worker finds jaxstack and what that imports. Programs do not look there."""
+_PLACES = [*map(os.path.abspath, sys.path), str(Path(__file__).resolve().parents[2])]
+"""Folders in which a worker finds jaxstack and what that imports, as this process does. Programs do not look there."""
 _WORKER = """
 import json, sys
 places, *settings = json.loads(sys.argv[1])
-own = list(sys.path)
-sys.path += places
+own = sys.path
+sys.path = places
 from jaxstack.reinforce.sandbox_worker import main
-sys.path[:] = own
+sys.path = own
 main(*settings)
 """
 _KEPT = ("LD_LIBRARY_PATH",)
