@@ -115,7 +115,9 @@ def _generate(args: argparse.Namespace) -> None:
             raise ConfigError(f"{override!r} is no setting (section.key=value); for a prompt add --prompt.")
     prompts = _read_prompts(args.prompt, args.prompts)
     from jaxstack.distributed.coordination import is_first
+    from jaxstack.observe.what_ran import describe_backends
     from jaxstack.run.join import join_job
+    from pallas_kernels import record_choices
 
     say = functools.partial(print, file=sys.stderr)
     for warning in join_job(repr([*sorted(vars(args).items()), prompts])):
@@ -125,8 +127,10 @@ def _generate(args: argparse.Namespace) -> None:
         with doing("loading the model"):
             run = _open(args, say if is_first() else lambda line: None)
         try:
-            with doing("generating"):
+            with doing("generating"), record_choices() as choices:
                 _print_texts(args, run, prompts, sampling)
+            if is_first() and (products := describe_backends(choices, "packed_matmul")):
+                say(products)
         finally:
             run.decoder.unload()
 

@@ -22,7 +22,7 @@ from jaxstack.checkpoint.manifest import hash_files
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import write_json
 from jaxstack.models.huggingface.files import read_json, write_weights
-from jaxstack.parallel.mesh import place_packed
+from jaxstack.parallel.packed_weights import place_packed
 from jaxstack.parameter_paths import nest, path_name
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.bits import pack_bits, unpack_bits

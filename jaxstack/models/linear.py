@@ -20,6 +20,7 @@ from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import (
     gather_project,
     gather_project_scatter,
+    packed_product,
     project_scatter,
     project_sum,
     save_for_backward,
@@ -34,7 +35,6 @@ from pallas_kernels import (
     PackedWeight,
     QuantizedWeight,
     activated_matmul,
-    packed_matmul,
     swiglu,
 )
 from pallas_kernels.batch_invariant.mode import is_batch_invariant
@@ -118,17 +118,21 @@ def join_layers(layers: Sequence[Linear], axis: int, parts: int = 1) -> Linear |
 
     Returns:
       The first layer, now with the kernels and biases of all; None, with no layer changed, where that is not possible:
-      with adapters, with matmuls of a precision recipe, with kernels packed in formats that do not concatenate, or in
-      several parts with packed kernels or outputs that the parts do not divide.
+      with adapters, with matmuls of a precision recipe, with kernels packed in formats that do not concatenate, or
+      with outputs that the parts do not divide.
     """
     first = layers[0]
     if any(layer.adapter is not None or layer.dot_general is not jax.lax.dot_general for layer in layers):
         return None
     kernels = [layer.kernel.get_value() for layer in layers]
     packed = any(isinstance(kernel, PackedWeight) for kernel in kernels)
-    if parts > 1 and (packed or any(kernel.shape[axis] % parts for kernel in kernels)):
+    if any(kernel.shape[axis] % parts for kernel in kernels):
         return None
-    kernel = concatenate_outputs(kernels, axis) if packed else _concatenate(kernels, axis, parts)
+    kernel = (
+        concatenate_outputs(kernels, axis, functools.partial(_concatenate, axis=-2, parts=parts))
+        if packed
+        else _concatenate(kernels, axis, parts)
+    )
     if kernel is None:
         return None
     first.kernel = cast(nnx.Param, first.kernel.replace(kernel))
@@ -382,7 +386,8 @@ def _apply_packed(x: LayerInput, layer: Linear) -> jax.Array:
     if layer.dot_general is not jax.lax.dot_general:
         raise ValueError(f"packed weights have their own matmul; {layer.dot_general} needs plain weights.")
     whole = save_for_backward(gradient_carrier(x))
-    return layer.finish(whole, packed_matmul(whole, cast(PackedWeight, layer.kernel.get_value())))
+    weight = cast(PackedWeight, layer.kernel.get_value())
+    return layer.finish(whole, packed_product(whole, weight, layer.kernel.get_metadata().get("logical_axes")))
 
 
 def _scaling_states(layers: tuple[Linear, ...]) -> list[jax.Array | None]:

@@ -30,10 +30,10 @@ from jaxstack.models.norm import make_norm
 from jaxstack.models.per_layer_embedding import PerLayerEmbedding
 from jaxstack.models.rope import rope_cos_sin
 from jaxstack.models.stack import Caches, Stack
-from jaxstack.parallel import batch_shards, gather_parameter, shard, splits_length
+from jaxstack.parallel import batch_shards, gather_parameter, packed_product, shard, splits_length
 from jaxstack.parallel.shard_map_layers import sum_over_sequence
 from jaxstack.precision import PrecisionConfig
-from pallas_kernels import PackedWeight, packed_matmul
+from pallas_kernels import PackedWeight
 
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output head."""
@@ -356,7 +356,7 @@ class Transformer(nnx.Module):
         """Compute float32 logits from final hidden states, soft-capped if the model has a cap."""
         stored = self.embedding.table if self.head is None else self.head
         if isinstance(packed := stored.get_raw_value(), PackedWeight):
-            logits = packed_matmul(hidden, packed, out_dtype=jnp.float32)
+            logits = packed_product(hidden, packed, HEAD_AXES, jnp.float32)
         else:
             logits = multiply(jax.lax.dot_general, hidden, self.output_weight(), 1, jnp.float32)
         cap = self.config.final_logit_softcapping

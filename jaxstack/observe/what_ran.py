@@ -81,6 +81,32 @@ _WAY_OUT = {
 """Operation -> what to do about a fallback, other than changing the model."""
 
 
+def describe_backends(choices: Sequence[Choice], operation: str) -> str | None:
+    """Describe in one line which backends compute an operation, and why not others; None if there is no such call.
+
+    Args:
+      choices: of all operations, as `pallas_kernels.record_choices` collected them during tracing.
+      operation: name of the operation, e.g. "packed_matmul".
+    """
+    shapes: dict[str, int] = {}
+    reasons: dict[str, list[str]] = {}
+    for choice in choices:
+        if choice.operation != operation:
+            continue
+        shapes[choice.backend] = shapes.get(choice.backend, 0) + 1
+        known = reasons.setdefault(choice.backend, [])
+        for name, reason in choice.refused:
+            rule = reason.partition("; got ")[0]
+            if f"not {name}: {rule}" not in known:
+                known.append(f"not {name}: {rule}")
+    parts = [
+        f"{backend} for {count} {'shape' if count == 1 else 'shapes'}"
+        + (f" ({'; '.join(reasons[backend])})" if reasons[backend] else "")
+        for backend, count in shapes.items()
+    ]
+    return f"{operation}: {', '.join(parts)}" if parts else None
+
+
 def refuse_fallbacks(choices: Sequence[Choice]) -> None:
     """Check that no call on a GPU uses a fallback backend where a GPU kernel was preferred.
 

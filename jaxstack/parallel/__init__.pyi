@@ -6,6 +6,7 @@ from .overlap import gather_project_scatter as gather_project_scatter
 from .overlap import project_scatter as project_scatter
 from .overlap import project_sum as project_sum
 from .overlap import sum_over_tensor as sum_over_tensor
+from .packed_weights import packed_product as packed_product
 from .rules import AxisRules as AxisRules
 from .rules import make_rules as make_rules
 from .sbp import broadcast as broadcast

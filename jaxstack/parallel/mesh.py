@@ -1,21 +1,17 @@
-"""The device mesh: makes it, places packed weights on it, and finds the devices that hold each part of an array.
+"""The device mesh: makes it, and finds the devices that hold each part of an array.
 
 The mesh has an axis for every kind of parallelism; unused axes have size 1.
 """
 
-import dataclasses
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxstack.errors import ConfigError
 from jaxstack.parallel.config import AXES, WORKERS, ParallelConfig
-from pallas_kernels import PackedWeight
 
 
 def make_mesh(
@@ -175,68 +171,3 @@ def format_number_ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-
-
-def place_packed(
-    weight: PackedWeight, sharding: jax.sharding.Sharding | None, transposed: bool = False
-) -> PackedWeight:
-    """Place a packed (quantized) weight on devices, sharded as the unquantized weight would be.
-
-    A dim of an array that the number of shards does not divide is not split. The arrays of a stack are split alike, so
-    that each device holds a whole part of its matrices; scales are repeated where a part would end within a group.
-
-    Args:
-      weight: the packed weight, whose arrays may be NumPy's.
-      sharding: the layout of the plain weight; None: one device.
-      transposed: True if the plain weight is [out, in], as the table of an embedding.
-    """
-    if not isinstance(sharding, NamedSharding):
-        return dataclasses.replace(weight, arrays={k: jnp.asarray(array) for k, array in weight.arrays.items()})
-    mesh = cast(Mesh, sharding.mesh)
-    if weight.stack:
-        dims = zip(weight.shape, _padded(sharding.spec, weight.ndim), strict=True)
-        parts = [size // _degree(mesh, axes) for size, axes in dims]
-        inputs, outputs = parts[len(weight.stack) :]
-        weight = weight.divisible(outputs, inputs)
-    specs = packed_specs(weight, sharding.spec, mesh, transposed)
-    placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in weight.arrays.items()}
-    return dataclasses.replace(weight, arrays=placed)
-
-
-def packed_specs(
-    weight: PackedWeight, spec: jax.P, mesh: Mesh | AbstractMesh, transposed: bool = False
-) -> dict[str, jax.P]:
-    """Return the PartitionSpec of each array of a packed weight, from `spec`, that of the unquantized weight.
-
-    Args:
-      weight, transposed: as in `place_packed`.
-    """
-    stack = len(weight.stack)
-    dims = _padded(spec, weight.ndim)
-    dims = dims[::-1] if transposed else dims
-    split = {"in": dims[stack], "out": dims[stack + len(weight.inputs)]}
-    found = {}
-    for name, array in weight.arrays.items():
-        inner = _array_spec(mesh, weight.format.dims_of[name], split, array.shape[stack:])
-        found[name] = jax.P(*dims[:stack], *inner)
-    return found
-
-
-def _padded(spec: jax.P, ndim: int) -> tuple[Any, ...]:
-    return (*spec, *(None,) * (ndim - len(spec)))
-
-
-def _degree(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None) -> int:
-    """Return the number of devices along the mesh axes of a dim."""
-    return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes or ()))
-
-
-def _array_spec(
-    mesh: Mesh | AbstractMesh, dims: tuple[str | None, ...], split: Mapping[str, Any], shape: tuple[int, ...]
-) -> jax.P:
-    """Return the PartitionSpec of one array of a packed weight (such as its scales), from that of the weight itself."""
-    parts: list[Any] = []
-    for dim, size in zip(dims, shape, strict=True):
-        axes = None if dim is None else split[dim]
-        parts.append(axes if size % _degree(mesh, axes) == 0 else None)
-    return jax.P(*parts)

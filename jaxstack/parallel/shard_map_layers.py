@@ -24,8 +24,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxstack.parallel.mesh import packed_specs
 from jaxstack.parallel.overlap import sum_over_tensor
+from jaxstack.parallel.packed_weights import packed_specs
 from jaxstack.parallel.rules import AxisRules, Names, axes_of, restrict
 from jaxstack.parallel.sharding_context import ShardingContext, current_context, current_rules, is_sharded
 from jaxstack.parallel.static_leaves import split_arrays

@@ -9,7 +9,7 @@ from jaxstack.compress.matrix import compressible_weights, other_parameters
 from jaxstack.decoding.decode import Params
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig
-from jaxstack.parallel.mesh import place_packed
+from jaxstack.parallel.packed_weights import place_packed
 from jaxstack.parameter_paths import get
 from jaxstack.stored import StoredModel
 from pallas_kernels import PackedWeight

@@ -267,11 +267,13 @@ def _text_loss(
 ) -> tuple[int, TextLoss]:
     """Evaluate a checkpoint on held-out text; return the checkpoint's step and the loss."""
     if stored.packed:
-        split = [axis for axis, degree in config.parallel.degrees.items() if degree != 1 and axis != "data"]
+        degrees = config.parallel.degrees.items()
+        split = [axis for axis, degree in degrees if degree != 1 and axis not in ("data", "tensor")]
         if layout_chosen and split:
             raise ConfigError(
-                f"each device needs the whole of a compressed model to compute its loss, which parallel.{split[0]}"
-                " would split; set parallel.data only, or leave parallel.* out for one device."
+                f"parallel.{split[0]} would split a compressed model so that each device gathers weights, which packed"
+                " ones are not, to compute its loss; set parallel.data and parallel.tensor only, or leave parallel.*"
+                " out for one device."
             )
         config = config if layout_chosen else on_one_device(config)
         layout_chosen = True

@@ -127,8 +127,10 @@ def _serve(args: argparse.Namespace) -> int | None:
     with contextlib.ExitStack() as stack:
         bound = None if args.plan else stack.enter_context(contextlib.closing(bind(args.host, args.port)))
         router = None if bound is None or address is None else check_router(address, bound, engine_key)
+        from jaxstack.observe.what_ran import describe_backends
         from jaxstack.run.adapters import read_adapter
         from jaxstack.run.load import find_reward_head, load
+        from pallas_kernels import record_choices
 
         with doing("loading the model"):
             run = load(args.run, others, step=args.step, recipe=args.recipe, report=_report)
@@ -152,10 +154,12 @@ def _serve(args: argparse.Namespace) -> int | None:
         _report(f"[{args.run}, step {run.step}] compiling")
         tokenizer = run.tokenizer
         name = args.name or Path(args.run).resolve().name
-        with doing("compiling"):
+        with doing("compiling"), record_choices() as choices:
             engine = open_engine(
                 run.decoder, engine_config, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens, draft=draft
             )
+        if products := describe_backends(choices, "packed_matmul"):
+            _report(products)
         with engine, doing(None):
             for named, matrices in adapters.items():
                 engine.load_adapter(named, matrices)

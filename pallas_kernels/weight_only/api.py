@@ -60,6 +60,15 @@ def packed_matmul(
     return y.reshape(*rows, *weight.outputs)
 
 
+def most_kernel_rows(weight: PackedWeight) -> int | None:
+    """Return the largest number of rows that the Triton kernel multiplies with a weight; None: it reads another format.
+
+    On several devices, products of so few rows are best called inside `jax.shard_map`, for each device's part of the
+    weight: XLA cannot partition the kernel.
+    """
+    return None if triton.unsupported_format(weight) else triton.most_rows(weight)
+
+
 def many_row_options(
     weights: Sequence[PackedWeight], dtype: jax.typing.DTypeLike, *, partitioned: bool
 ) -> Mapping[str, bool]:

@@ -258,6 +258,9 @@ class BlockFloatFormat(Format):
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
         return {"q": ("out", "in"), "exponents": ("out", "in")}
 
+    def with_unit(self, outputs: int | None, inputs: int | None) -> "BlockFloatFormat":
+        return self if inputs is None else BlockFloatFormat(Grid(self.grid.bits, inputs))
+
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         return self.grid.dequantize(arrays["q"].astype(jnp.int8), powers_of_two(arrays["exponents"]))
 

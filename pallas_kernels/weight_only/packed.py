@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -137,11 +137,16 @@ def is_packed(x: object) -> TypeGuard[PackedWeight]:
     return isinstance(x, PackedWeight)
 
 
-def concatenate_outputs(weights: Sequence[object], axis: int) -> PackedWeight | None:
+def concatenate_outputs(
+    weights: Sequence[object],
+    axis: int,
+    concatenate: Callable[[Sequence[jax.Array]], jax.Array] = jnp.concatenate,
+) -> PackedWeight | None:
     """Concatenate packed weights of the same inputs along an output dim; return None if they do not fit together.
 
     Args:
       axis: the dim, counted from the last (-1); the output dims before it must have size 1, or be none.
+      concatenate: concatenates arrays along their first dim, whose rows it may put in another order, always the same.
 
     Returns:
       The weight whose matrix has the rows of all; None if one is not packed, if their formats or inputs differ, or if
@@ -163,7 +168,7 @@ def concatenate_outputs(weights: Sequence[object], axis: int) -> PackedWeight | 
     if first.stack or not whole or any(dims[0] != "out" for dims in first.format.dims_of.values()):
         return None
     outputs = (*first.outputs[:place], sum(weight.outputs[place] for weight in packed), *first.outputs[place + 1 :])
-    arrays = {name: jnp.concatenate([weight.arrays[name] for weight in packed]) for name in first.arrays}
+    arrays = {name: concatenate([weight.arrays[name] for weight in packed]) for name in first.arrays}
     return PackedWeight(arrays, first.format, first.inputs, outputs)
 
 

@@ -386,27 +386,41 @@ def fallback_reason(request: PackedMatmulRequest) -> str | None:
     narrow = isinstance(format_, LookupFormat) or (isinstance(format_, IntegerFormat) and format_.grid.bits <= 4)
     if not narrow or isinstance(format_, RoundedInputFormat) or unsupported_target(request.target, _LEAST_CAPABILITY):
         return None
-    if automatic_axes():
-        return "it cannot partition the Triton kernel over a mesh of several devices"
     if request.x.shape[0] > MOST_ROWS:
         return f"the Triton kernel takes at most {MOST_ROWS} rows: prompts and larger batches have more"
+    if axes := automatic_axes():
+        shown = ", ".join(f"{name}={size}" for name, size in axes.items())
+        return f"it cannot partition the Triton kernel over a mesh of several devices, {shown}"
     reason = _unsupported_shape(request)
     return reason and f"the Triton kernel {reason}"
 
 
-def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
-    x = request.x
-    weight = request.weight
+def unsupported_format(weight: PackedWeight) -> str | None:
+    """Return why the Triton kernel cannot read a packed weight, whatever its shape, or None if it can."""
     if not isinstance(weight.format, (IntegerFormat, LookupFormat, Float8Format)):
         return f"reads integers and FP8 with scales, and lookup tables; the weight is {weight.format}"
     if isinstance(weight.format, RoundedInputFormat):
         return "multiplies activations as they are; the weight asks for inputs rounded to int8"
     if "zeros" in weight.arrays:
         return "reads integers without zero points; the weight has some"
+    if isinstance(weight.format, LookupFormat) and "scales" in weight.arrays:
+        return "multiplies values of tables by powers of two only; the weight has scales (NF4)"
+    return None
+
+
+def most_rows(weight: PackedWeight) -> int:
+    """Return the largest number of rows that the Triton kernel multiplies with a packed weight."""
+    return min(MOST_ROWS, MOST_EXACT_ROWS) if isinstance(weight.format, RoundedInputFloat8Format) else MOST_ROWS
+
+
+def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
+    x = request.x
+    weight = request.weight
+    if reason := unsupported_format(weight):
+        return reason
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs activations in bfloat16 or float16; got {x.dtype}"
-    rounded = isinstance(weight.format, RoundedInputFloat8Format)
-    most = min(MOST_ROWS, MOST_EXACT_ROWS) if rounded else MOST_ROWS
+    most = most_rows(weight)
     if not 1 <= x.shape[0] <= most:
         return f"takes 1 to {most} rows; got {x.shape[0]}"
     outputs, inputs = stored_matrix(weight).shape[-2:]
@@ -414,8 +428,6 @@ def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
     if outputs % 16 or inputs % least:
         return f"needs outputs that are a multiple of 16 and inputs of {least}; got {outputs} and {inputs}"
     if isinstance(weight.format, LookupFormat):
-        if "scales" in weight.arrays:
-            return "multiplies values of tables by powers of two only; the weight has scales (NF4)"
         together = outputs // weight.arrays["codebook"].shape[-2]
         exponents = weight.arrays.get("exponents")
         if exponents is not None and (inputs % exponents.shape[-1] or inputs // exponents.shape[-1] % 2):

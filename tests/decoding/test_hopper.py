@@ -1,5 +1,6 @@
 """What XLA makes of a decoding step for H200s: weights and caches are read where they lie."""
 
+import dataclasses
 import functools
 import re
 import types
@@ -21,11 +22,12 @@ from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AxisRules, StepLayout, make_rules
+from jaxstack.parallel.packed_weights import packed_specs
 from jaxstack.parameter_paths import nest
-from pallas_kernels import PackedWeight, lowering_platform
+from pallas_kernels import Grid, PackedWeight, lowering_platform
 from pallas_kernels.weight_only.api import many_row_options
 from pallas_kernels.weight_only.float8_products import MOST_EXACT_ROWS
-from pallas_kernels.weight_only.formats import Float8Format, RoundedInputFloat8Format
+from pallas_kernels.weight_only.formats import Format, IntegerFormat, RoundedInputFloat8Format, integer_dtype
 from pallas_kernels.weight_only.xla import COMPILER_OPTIONS
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.triton_interpreter import needs_triton
@@ -51,11 +53,11 @@ def compiled_steps(
     joined: bool = False,
     options: dict[str, Any] | None = None,
     sums: Literal["auto", "never"] = "never",
-    packed: Float8Format | None = None,
+    packed: Format | None = None,
 ) -> str:
     """The program of a few steps of a model in bfloat16, unrolled unless `changes` say otherwise.
 
-    With `packed` the kernels of dense layers are FP8, and the options are those of `ModelOnMesh.options`.
+    With `packed` the kernels of dense layers have this format, and the options are those of `ModelOnMesh.options`.
     """
     config = ModelConfig(**{**SHAPE, **changes})
 
@@ -74,10 +76,12 @@ def compiled_steps(
     params = jax.tree.map(place, module.abstract_params, module.parameter_specs(rules))
     if packed is not None:
         kernels = layer_kernels(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-        weights = {path: float8_weight(layout, packed, rules) for path, layout in kernels.items()}
+        specs = named_leaves(module.parameter_specs(rules))
+        weights = {path: packed_weight(layout, packed, rules, specs[path]) for path, layout in kernels.items()}
         params = nest({**named_leaves(params), **weights}.items())
         with lowering_platform("cuda"):
-            more = many_row_options([*weights.values()], jnp.bfloat16, partitioned=False) if has_many(batch) else {}
+            several = rules.mesh.size > 1
+            more = many_row_options([*weights.values()], jnp.bfloat16, partitioned=several) if has_many(batch) else {}
         options = {**COMPILER_OPTIONS, **more}
     programs = Programs.__new__(Programs)  # the constructor makes arrays, of which there are none here
     programs.model = types.SimpleNamespace(module=module, rules=rules, layout=StepLayout(peer_sums=sums))
@@ -98,13 +102,19 @@ def compiled_steps(
         return compile_for_hopper(jitted, *arguments, mesh=rules.mesh, options=options).as_text()
 
 
-def float8_weight(layout: MatrixLayout, format: Float8Format, rules: AxisRules) -> PackedWeight:
-    """A packed weight without values."""
-    arrays: Any = {
-        "q": hopper_array(layout.size, jnp.float8_e4m3fn, rules.mesh),
-        "scales": hopper_array((layout.size[0], 1), jnp.bfloat16, rules.mesh),
+def packed_weight(layout: MatrixLayout, format: Format, rules: AxisRules, spec: jax.P) -> PackedWeight:
+    """A packed weight without values, sharded as the plain one would be."""
+    outputs, inputs = layout.size
+    grid = format.grid if isinstance(format, IntegerFormat) else Grid(8)
+    dtype = integer_dtype(grid.bits) if isinstance(format, IntegerFormat) else jnp.float8_e4m3fn
+    shapes: Any = {
+        "q": jax.ShapeDtypeStruct((outputs, inputs), dtype),
+        "scales": jax.ShapeDtypeStruct((outputs, grid.groups(inputs)), jnp.bfloat16),
     }
-    return PackedWeight(arrays, format, *layout.dims)
+    weight = PackedWeight(shapes, format, *layout.dims)
+    specs = packed_specs(weight, spec, rules.mesh)
+    arrays: Any = {name: hopper_array(x.shape, x.dtype, rules.mesh, specs[name]) for name, x in shapes.items()}
+    return dataclasses.replace(weight, arrays=arrays)
 
 
 def main_loop(program: str) -> str:
@@ -144,6 +154,24 @@ def test_fp8_weights_are_read_as_stored(batch):
     assert sum("f8e4m3fn[" in line for line in calls) == 8 - in_fp8
     sizes = r"(2048|1024|4096),(1024|2048)"  # [out, in] of the four matrices of a layer
     assert not re.findall(rf"= (?:bf16|f32)\[{sizes}\]\S* (?!parameter|bitcast)[\w-]+\(", program)
+
+
+@needs_triton
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("format", [IntegerFormat(Grid(4, 128)), RoundedInputFloat8Format()], ids=["int4", "fp8"])
+def test_under_tensor_parallelism_the_kernel_reads_the_part_of_each_device(format):
+    """Half of the outputs of joined projections, or half of the inputs; and no device gets the part of another."""
+    rules = make_rules(hopper_mesh({**ONE_DEVICE, "tensor": 2}))
+    program = compiled_steps(rules, changes={"intermediate_size": 2048}, joined=True, packed=format)
+    calls = [line for line in program.splitlines() if 'custom_call_target="triton_kernel_call_ffi"' in line]
+    stored = (r"s8\[%d,%d(?:,1)?\]", 2) if isinstance(format, IntegerFormat) else (r"f8e4m3fn\[%d,%d\]", 1)
+    for outputs, inputs in ((1024, 1024), (1024, 512), (2048, 1024)):
+        found = sum(bool(re.search(stored[0] % (outputs, inputs // stored[1]), line)) for line in calls)
+        assert found == 2 + 2 * ((outputs, inputs) == (1024, 1024)), (outputs, inputs, calls)
+    sent = re.findall(r"= (.*) (?:all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", program)
+    assert all(f"f32[{BATCH},2]" in shapes for shapes in sent), "of logits, the largest of each device"
+    assert len(re.findall(r" all-reduce(?:-start)?\(", program)) == 5, "as with plain weights"
+    assert not re.findall(r"= (?:bf16|f32)\[(?:1024|2048),(?:1024|512)\]\S* (?!parameter|bitcast)[\w-]+\(", program)
 
 
 @needs_triton

@@ -17,7 +17,7 @@ from jaxstack.decoding.step import StepVariant
 from jaxstack.errors import ConfigError
 from jaxstack.models.adapter_stack import AdapterMatrices, LowRank
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
-from jaxstack.parallel.mesh import place_packed
+from jaxstack.parallel.packed_weights import place_packed
 from jaxstack.parameter_paths import flatten, nest
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import open_engine

@@ -34,7 +34,7 @@ from jaxstack.models.huggingface.quantized_weights import (
 from jaxstack.models.huggingface.tensors import Leaf, explicit_slices, find_leaves, whole
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, make_rules
-from jaxstack.parallel.mesh import place_packed
+from jaxstack.parallel.packed_weights import place_packed
 from jaxstack.parameter_paths import nest
 from pallas_kernels import PackedWeight
 from pallas_kernels.weight_only.packed import stack_packed

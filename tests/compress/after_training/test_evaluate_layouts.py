@@ -31,9 +31,15 @@ def compressed(request, tmp_path_factory):
     return place / "small", text, found.loss
 
 
-def test_the_loss_is_that_on_one_device(compressed):
+@pytest.mark.parametrize("layout", [{"data": 8}, {"data": 4, "tensor": 2}], ids=str)
+def test_the_loss_is_that_on_one_device(compressed, layout):
     directory, text, expected = compressed
-    found = evaluate(directory, ["precision.compute=float32", "parallel.data=8"], text=text).text
+    degrees = [f"parallel.{axis}={degree}" for axis, degree in layout.items()]
+    found = evaluate(directory, ["precision.compute=float32", *degrees], text=text).text
     assert found is not None and found.loss == pytest.approx(expected, rel=2e-5)
-    with pytest.raises(ConfigError, match=r"which parallel.expert would split; set parallel.data only"):
+
+
+def test_an_axis_that_gathers_weights_is_refused(compressed):
+    directory, text, _ = compressed
+    with pytest.raises(ConfigError, match=r"parallel.expert would .*; set parallel.data and parallel.tensor only"):
         evaluate(directory, ["parallel.data=2", "parallel.expert=4"], text=text)

@@ -332,7 +332,7 @@ def test_a_fallback_to_xla_on_a_gpu_is_told_once():
     assert "the Triton kernel takes at most 64 rows" in line and "0.4 to 0.65" in line
     assert said(65) == said(4096) == []
     (line,) = said(1, axes=2)
-    assert "over a mesh of several devices" in line
+    assert "over a mesh of several devices, tensor=2" in line
 
 
 @needs_triton
