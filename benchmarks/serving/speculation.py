@@ -8,11 +8,13 @@ How many drafts are accepted depends on the models and on the text, so that rand
 prompts are the beginnings of this repository's own sources, which models trained on Python's standard library have not
 seen; the answers are greedy, and stop at no token. Variants: none; n-gram (tokens that followed the newest tokens
 earlier in the text); draft model (Leviathan et al. 2022, arXiv:2211.17192); draft model whose attention sublayers run
-together in groups of --together (EasySpec, Wu et al. 2025, arXiv:2502.02493). Each is measured with one request at a
-time and with --at-once requests; the fastest of --turns turns counts. `acceptance` is the share of drafts that were
-accepted, `tokens_per_step` of single requests the tokens that a run of the model gave, `same_text` the share of answers
-that equal those without drafts; in bfloat16 other numbers of rows can change the choice between tokens of almost equal
-probability. Rows are appended to benchmarks/results/speculation.jsonl.
+together in groups of --together (EasySpec, Wu et al. 2025, arXiv:2502.02493). All of their steps have drafts; where
+they are `chosen`, those have that are measured to be faster (`engine.drafts: auto`). Each is measured with one request
+at a time and with each number of --at-once; the fastest of --turns turns counts. `acceptance` is the share of drafts
+that were accepted, `drafted` that of the steps that had drafts, `tokens_per_step` of single requests the tokens that a
+run of the model gave, `same_text` the share of answers that equal those without drafts; in bfloat16 other numbers of
+rows can change the choice between tokens of almost equal probability. `mean_times_without` compares the time of all
+turns, which includes the trials of a choice. Rows are appended to benchmarks/results/speculation.jsonl.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from benchmarks.arguments import positive
 from benchmarks.rows import append_rows, print_table, require_commit
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.runner import EngineStats
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError
@@ -41,17 +44,20 @@ from jaxstack.run.load import Run, load
 from jaxstack.serve.config import EngineConfig
 
 GREEDY = Sampling(temperature=0.0)
-COLUMNS = ("variant", "tokens_per_second_per_device", "times_without", "acceptance", "tokens_per_step",
-           "same_text", "start_seconds")  # fmt: skip
+COLUMNS = ("variant", "tokens_per_second_per_device", "times_without", "mean_times_without", "acceptance", "drafted",
+           "tokens_per_step", "same_text", "start_seconds")  # fmt: skip
 
 
 class Measured(NamedTuple):
-    """Result of one variant: seconds per token, the answers, accepted share of drafts, and tokens per step."""
+    """Result of one variant: seconds per token, the answers, shares of accepted drafts and of steps with drafts."""
 
     seconds: float
     answers: list[list[int]]
     acceptance: float | None
+    drafted: float
     tokens_per_step: float
+    mean_seconds: float = 0.0
+    """Seconds per token of all turns."""
 
 
 def make_prompts(run: Run, count: int, length: int) -> list[list[int]]:
@@ -68,35 +74,41 @@ def make_prompts(run: Run, count: int, length: int) -> list[list[int]]:
     return found
 
 
-def measure(engine: Engine, prompts: Sequence[list[int]], tokens: int, turns: int, *, at_once: bool) -> Measured:
-    """Answer all prompts, one after another or at once; return the fastest turn."""
+def measure(engine: Engine, prompts: Sequence[list[int]], tokens: int, turns: int, at_once: int) -> Measured:
+    """Answer all prompts, so many at once; return the fastest turn."""
     best: Measured | None = None
+    total = 0.0
     for _ in range(turns):
         stats = engine.stats
-        before = (stats.steps, stats.draft_tokens, stats.accepted_tokens)
+        before = _counts(stats)
         began = time.perf_counter()
-        if at_once:
-            handles = [engine.submit(prompt, tokens, GREEDY, stop_tokens=()) for prompt in prompts]
-            answers = [handle.result() for handle in handles]
-        else:
-            answers = [engine.submit(prompt, tokens, GREEDY, stop_tokens=()).result() for prompt in prompts]
+        answers = list[list[int]]()
+        for first in range(0, len(prompts), at_once):
+            some = prompts[first : first + at_once]
+            handles = [engine.submit(prompt, tokens, GREEDY, stop_tokens=()) for prompt in some]
+            answers += [handle.result() for handle in handles]
         seconds = (time.perf_counter() - began) / (tokens * len(prompts))
-        steps, drafts, accepted = (
-            now - then
-            for now, then in zip((stats.steps, stats.draft_tokens, stats.accepted_tokens), before, strict=True)
-        )
-        found = Measured(seconds, answers, accepted / drafts if drafts else None, tokens * len(prompts) / steps)
+        steps, drafted, drafts, accepted = (now - then for now, then in zip(_counts(stats), before, strict=True))
+        acceptance = accepted / drafts if drafts else None
+        found = Measured(seconds, answers, acceptance, drafted / steps, tokens * len(prompts) / steps)
         best = found if best is None or found.seconds < best.seconds else best
+        total += seconds
     assert best is not None
-    return best
+    return best._replace(mean_seconds=total / turns)
 
 
-def variants(draft: Decoder, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, int], Decoder | None]]:
+def _counts(stats: EngineStats) -> tuple[int, ...]:
+    """Return the engine's numbers of steps, of those with drafts, of drafts, and of accepted ones."""
+    return stats.steps, stats.draft_steps, stats.draft_tokens, stats.accepted_tokens
+
+
+def variants(draft: Decoder, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], Decoder | None]]:
     """Yield the name, the engine's settings and the draft model of each variant."""
-    count = {"draft_tokens": args.draft_tokens}
+    count = {"draft_tokens": args.draft_tokens, "drafts": "always"}
     yield "none", {}, None
-    yield f"n-gram, {args.draft_tokens} drafts", count, None
-    yield f"draft model, {args.draft_tokens} drafts", count, draft
+    for words, model in (("n-gram", None), ("draft model", draft)):
+        yield f"{words}, {args.draft_tokens} drafts", count, model
+        yield f"{words}, {args.draft_tokens} drafts, chosen", {**count, "drafts": "auto"}, model
     if args.together > 1:
         words = f"draft model, {args.draft_tokens} drafts, {args.together} layers together"
         yield words, {**count, "draft_layers_together": args.together}, draft
@@ -115,29 +127,31 @@ def open_models(args: argparse.Namespace) -> tuple[Run, Run]:
 def measure_all(args: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """Measure every variant; hand each row to `write` at once, and return all rows."""
     run, draft = open_models(args)
-    prompts = make_prompts(run, args.at_once, args.prompt)
+    most = max(args.at_once)
+    prompts = make_prompts(run, most, args.prompt)
     sizes = [count_parameters(each.decoder.config).matmul / 1e6 for each in (run, draft)]
     work = f"speculation {sizes[0]:,.0f}M draft {sizes[1]:,.0f}M prompt {args.prompt} tokens {args.tokens}"
     rows = list[dict[str, Any]]()
-    plain = dict[bool, Measured]()
+    plain = dict[int, Measured]()
     for name, settings, model in variants(draft.decoder, args):
         config = EngineConfig(
-            slots=args.at_once, context=args.prompt + args.tokens + 16, chunk=64, prefix_cache=False, **settings
+            slots=most, context=args.prompt + args.tokens + 16, chunk=64, prefix_cache=False, **settings
         )
         began = time.perf_counter()
         with Engine(run.decoder, config, vocab_size=run.tokenizer.vocab_size, draft=model) as engine:
             start = time.perf_counter() - began
-            for at_once in (False, True):
-                found = measure(engine, prompts, args.tokens, args.turns, at_once=at_once)
+            for at_once in sorted({1, *args.at_once}):
+                found = measure(engine, prompts, args.tokens, args.turns, at_once)
                 base = plain.setdefault(at_once, found)
                 same = [one == other for one, other in zip(found.answers, base.answers, strict=True)]
                 rows.append({
                     "work": f"{work} {run.decoder.module.dtype}", "implementation": "jaxstack",
-                    "variant": f"{name}, {len(prompts) if at_once else 1} at once", "drafts": name,
-                    "at_once": len(prompts) if at_once else 1, "device": jax.devices()[0].device_kind, "devices": 1,
+                    "variant": f"{name}, {at_once} at once", "drafts": name, "at_once": at_once,
+                    "device": jax.devices()[0].device_kind, "devices": 1,
                     "tokens_per_second_per_device": 1 / found.seconds, "times_without": base.seconds / found.seconds,
+                    "mean_times_without": base.mean_seconds / found.mean_seconds, "drafted": found.drafted,
                     "acceptance": found.acceptance, "same_text": sum(same) / len(same), "start_seconds": start,
-                    "tokens_per_step": None if at_once else found.tokens_per_step,
+                    "tokens_per_step": found.tokens_per_step if at_once == 1 else None,
                     "trained_steps": [run.step, draft.step],
                 })  # fmt: skip
                 write(rows[-1])
@@ -148,7 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, help="trained run, or checkpoint, that answers")
     parser.add_argument("--draft", required=True, help="smaller one with the same tokenizer, that guesses")
-    parser.add_argument("--at-once", type=positive(int), default=8, help="requests, and those that run at once")
+    parser.add_argument("--at-once", type=positive(int), nargs="+", default=[8], help="requests that run at once")
     parser.add_argument("--prompt", type=positive(int), default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=positive(int), default=256, help="tokens of an answer")
     parser.add_argument("--draft-tokens", type=positive(int), default=4, help="drafts per step")

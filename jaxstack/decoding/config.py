@@ -1,5 +1,7 @@
 """Settings of the engine that generates text: sizes of its batch and its cache, steps, speculative decoding."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
@@ -54,6 +56,9 @@ class EngineConfig(Component):
     """Number of next tokens that each step guesses and verifies, by a draft model (`--draft`), or else by the model's
     layer for multi-token prediction, or else from earlier text (n-gram speculation); 0: none. With a draft model the
     default is 4."""
+    drafts: Literal["auto", "always"] = "auto"
+    """auto: steps guess tokens only while that is measured to be faster than steps without, at the present number of
+    requests; always: all steps do."""
     draft_layers_together: int = Field(default=1, ge=1)
     """Number of layers of a draft model whose attention reads the same input while it guesses, so that tensor
     parallelism sums their outputs at once (EasySpec). The text stays that of the model; 1: the draft model is run

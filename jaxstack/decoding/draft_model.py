@@ -139,6 +139,34 @@ class DraftPrograms:
             self.target.changes = changes or self.target.changes
             return found
 
+    def fill(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+    ) -> None:
+        """Dispatch the computation of what the drafts' cache keeps of chunks of prompts.
+
+        Args:
+          rows, chunks, tokens: as in `run`, of the newest step of the served model.
+        """
+        model = self.model
+        with jax.set_mesh(model.rules.mesh):
+            self._pages = self._fill(model.params, model.non_params, chunks, tokens, pages=self._pages)
+
+    def catch_up(self, chunks: Int[np.ndarray, "Q columns"], tokens: Int[np.ndarray, "Q C"]) -> None:
+        """Dispatch the computation of what the drafts' cache lacks of chunks of tokens that the served model has run.
+
+        Args:
+          chunks, tokens: as in `run`.
+        """
+        self.fill(self.target.table.describe([], self.target.slots), chunks, tokens)
+
+    @property
+    def catches_up(self) -> bool:
+        """True if `catch_up` can be called."""
+        return True
+
     @property
     def approximate(self) -> bool:
         """True if the cache holds approximations of accepted drafts, or none of them, which the next step computes."""
@@ -164,9 +192,8 @@ class DraftPrograms:
         recent: RecentTokens | None,
     ) -> Float[Array, "all V"]:
         """Dispatch the served model's forward pass, and that of the draft model on prompts; return the logits."""
-        model = self.model
-        if chunks is not None:
-            self._pages = self._fill(model.params, model.non_params, chunks, tokens, pages=self._pages)
+        if chunks is not None and tokens is not None:
+            self.fill(rows, chunks, tokens)
         return self.target.forward(rows, chunks, tokens, drafted, recent)
 
     def _decode(

@@ -20,6 +20,7 @@ from jaxstack.decoding.adapter_places import AdapterPlaces
 from jaxstack.decoding.cache_room import choose_room, shares_pages
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.draft_choice import DraftChoice
 from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.mtp_draft import PredictionPrograms, draft_cache_bytes, predicts_tokens
 from jaxstack.decoding.pages import PagePool
@@ -104,6 +105,7 @@ class Engine:
             self.pool,
             self.config.draft_tokens,
             draft_model=draft is not None or predicts,
+            choice=DraftChoice() if _chooses_drafts(self.config, steps) else None,
             states=states or predicts,
         )
         self.programs = (make_programs or Programs)(
@@ -141,14 +143,17 @@ class Engine:
         """
         width = 1 + self.config.draft_tokens
         self.scheduler.approximate = self.programs.replays
+        chooses = self.scheduler.choice is not None
+        kinds = (False, True) if chooses else (self.config.draft_tokens > 0,)
         if draft is not None:
             drafts = DraftPrograms(self.programs, draft, width, self.config.draft_layers_together)
         elif predicts:
             drafts = PredictionPrograms(self.programs, width)
         else:
-            return Runner(self.programs, self.config, self.stats, steps.decode)
+            return Runner(self.programs, self.config, self.stats, steps.decode, kinds)
         self.scheduler.approximate |= drafts.approximate
-        return DraftRunner(self.programs, self.config, self.stats, steps.decode, drafts)
+        self.scheduler.catches_up = drafts.catches_up
+        return DraftRunner(self.programs, self.config, self.stats, steps.decode, kinds, drafts)
 
     def __enter__(self) -> "Engine":
         return self
@@ -346,13 +351,11 @@ class Engine:
         self._take_messages()
         runner = self._runner
         self.scheduler.decode_steps = runner.most_steps
-        # A request with drafts can be planned again only when its tokens have been read. Unless all tokens in flight
-        # are awaited, requests that started in different steps are never decoded in the same one.
-        waits = bool(self.config.draft_tokens) and runner.busy
-        plan = None if waits else self.scheduler.plan(runner.busy)
+        plan = self.scheduler.plan(runner.busy)
         if plan is not None:
             runner.dispatch(plan)
             self.stats.steps += plan.steps
+            self.stats.draft_steps += any(row.drafts for row in plan.decoded)
             self.stats.computed_tokens += sum(row.count for row in plan.chunks)
         if not runner.busy:
             return False
@@ -444,12 +447,18 @@ class Engine:
 
     def _read(self) -> None:
         """Wait for the tokens of the oldest step on the device and append them to their answers."""
-        for row, tokens, scores in self._runner.read():
+        plan, found = self._runner.read()
+        given = 0
+        for row, tokens, scores in found:
+            given += len(tokens)
             if row.request.finish_reason is None:
                 self.stats.draft_tokens += len(row.drafts)
                 self.stats.accepted_tokens += len(tokens) - 1 if row.drafts else 0
                 row.set_accepted(len(tokens))
                 self._receive(row.request, tokens, scores)
+        if self.scheduler.choice is not None:
+            rows = len(plan.decoded) if plan.shape is None else 0
+            self.scheduler.choice.observe(rows, plan.drafts, plan.steps, given)
 
     def _receive(
         self, request: Request, tokens: Sequence[int], scores: Int[np.ndarray, "tokens columns"] | None
@@ -534,6 +543,14 @@ def _choose_shapes(config: EngineConfig) -> StepShapes:
     """Return the shapes of the steps of an engine of this configuration."""
     chunks = chunk_shapes(config.chunk, config.slots, config.step_tokens)
     return StepShapes(decode_batch_sizes(config.slots), chunks)
+
+
+def _chooses_drafts(config: EngineConfig, steps: StepShapes) -> bool:
+    """Return True if measurements decide which steps have drafts.
+
+    They do not where the steps must be the same in several processes, whose measurements differ.
+    """
+    return config.draft_tokens > 0 and config.drafts == "auto" and not steps.constant_steps
 
 
 def _halves_from(model: ModelOnMesh, config: EngineConfig) -> int | None:

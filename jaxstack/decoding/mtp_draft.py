@@ -57,6 +57,32 @@ class PredictionPrograms(DraftPrograms):
     def approximate(self) -> bool:
         return True
 
+    @property
+    def catches_up(self) -> bool:
+        return not self.target.replays
+
+    def fill(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+    ) -> None:
+        model = self.model
+        states = self.target.states
+        with jax.set_mesh(model.rules.mesh):
+            self._pages = self._fill(model.params, model.non_params, states, rows, chunks, tokens, pages=self._pages)
+
+    def catch_up(self, chunks: Int[np.ndarray, "Q columns"], tokens: Int[np.ndarray, "Q C"]) -> None:
+        """Run the model on the tokens again, for its hidden states, and then the prediction layer.
+
+        Keeping the hidden states of steps without drafts, or running the layer in them, would slow down all of these.
+        The model's keys and values are replaced by equal ones; states, which only move forward, cannot be.
+        """
+        rows = self.target.table.describe([], self.target.slots)
+        with jax.set_mesh(self.model.rules.mesh):
+            self.target.forward(rows, chunks, tokens, None)
+        self.fill(rows, chunks, tokens)
+
     def _make_pages(self, params: PyTree, non_params: PyTree, room: CacheRoom) -> Pages:
         slots = room.slots
         size = self.model.config.hidden_size
@@ -76,11 +102,8 @@ class PredictionPrograms(DraftPrograms):
         drafted: Int[Array, "R D"],
         recent: RecentTokens | None,
     ) -> Float[Array, "all V"]:
-        model = self.model
         logits = self.target.forward(rows, chunks, tokens, drafted, recent)
-        self._pages = self._fill(
-            model.params, model.non_params, self.target.states, rows, chunks, tokens, pages=self._pages
-        )
+        self.fill(rows, chunks, tokens)
         return logits
 
     def _decode(

@@ -92,6 +92,7 @@ class Request:
       filled: tokens whose keys and values are in the pages after all dispatched steps.
       exact: those of them that all caches have, and exactly: states lack accepted drafts until the next step, and the
         pages of a draft model may have approximations.
+      drafted: tokens from the first on that the cache of a draft model has, see `DraftLag`.
       sampled: tokens of the answer that dispatched steps have sampled.
       slot: its place in the batch; None while it waits.
       pages, digests: its pages in order, and the digests of the full ones.
@@ -143,6 +144,7 @@ class Request:
         self.target = len(self.tokens)
         self.filled = 0
         self.exact = 0
+        self.drafted = 0
         self.sampled = len(answer)
         self.slot: int | None = None
         self.pages: list[int] = []

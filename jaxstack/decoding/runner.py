@@ -30,6 +30,7 @@ class EngineStats:
       computed_tokens: prompt tokens that were computed, those after a preemption included.
       generated_tokens: tokens of answers.
       steps: steps that were dispatched.
+      draft_steps: those of them in which tokens were guessed.
       draft_tokens, accepted_tokens: tokens that were guessed, and those of them that were right.
       finished: answers by the reason of their end.
       programs: number of programs whose tokens were read, by kind: `decode`, or `chunks 1x512` (rows x width).
@@ -43,6 +44,7 @@ class EngineStats:
     computed_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
+    draft_steps: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     finished: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -118,15 +120,25 @@ class Runner:
       config: sizes.
       stats: the engine's statistics, to which the durations of the programs are added.
       row_counts: numbers of decoded rows to which batches are padded, smallest first; the last is the slots' number.
+      kinds: kinds of steps: without drafts (False), with drafts, or both.
     """
 
-    def __init__(self, programs: Programs, config: EngineConfig, stats: EngineStats, row_counts: Sequence[int]):
+    def __init__(
+        self,
+        programs: Programs,
+        config: EngineConfig,
+        stats: EngineStats,
+        row_counts: Sequence[int],
+        kinds: Sequence[bool],
+    ):
         self.programs = programs
         self._row_counts = row_counts
         self._slots = config.slots
         self._stats = stats
+        self._kinds = kinds
         self._width = 1 + config.draft_tokens  # tokens per decoded row: the newest token and its draft tokens
-        self._steps = 1 if config.draft_tokens else config.decode_steps
+        self._steps = 1 if all(kinds) else config.decode_steps
+        self._drafted = False  # the newest step was one with drafts
         self._in_flight = deque[_Dispatched]()
         self._step_seconds = 0.0
         self._read_at = 0
@@ -167,7 +179,7 @@ class Runner:
         # The first run of a program may still allocate and initialize, which no request should wait for.
         self._run_all(shapes, alone)
         rows = self.programs.table.describe([], self._slots)
-        decode = seconds_of(lambda: self._run_empty(rows, None, None))
+        decode = seconds_of(lambda: self._run_empty(rows, None, None, drafts=self._kinds[0]))
         at_start = dict[ChunkShape, float]()
         at_end = dict[ChunkShape, float]()
         for shape in shapes:
@@ -183,22 +195,28 @@ class Runner:
 
     def _run_all(self, shapes: Sequence[ChunkShape], alone: Sequence[ChunkShape]) -> None:
         """Run each program once, on padding only: all batch sizes, prompt-chunk shapes and ways of sampling."""
+        for drafts in self._kinds:
+            self._run_kind(shapes, () if drafts else alone, drafts=drafts)
+        if self.programs.room.snapshots:
+            self._copy_states([(0, 0)])
+        self.programs.changes = None
+
+    def _run_kind(self, shapes: Sequence[ChunkShape], alone: Sequence[ChunkShape], *, drafts: bool) -> None:
+        """Run each program of one kind of steps, as `_run_all` does."""
+        width = self._width_of(drafts)
         totals = set[int]()
         for adapter in range(1 + self.programs.adapts):
             for count in self._row_counts:
                 rows = self._padding(count, adapter)
-                self._run_each(rows, None, None)
-                if self._steps > 1:
+                self._run_each(rows, None, None, drafts=drafts)
+                if self._steps > 1 and not drafts:
                     self.programs.run_steps(rows, 0, self._steps, "greedy")
-                totals.add(count * self._width)
+                totals.add(count * width)
             for count, shape in [*((self._slots, shape) for shape in shapes), *((0, shape) for shape in alone)]:
                 rows = self._padding(count, adapter)
-                self._run_each(rows, self._padding(shape.rows, adapter), pad_chunks([], shape))
-                totals.add(count * self._width + shape.rows)
-        self._sample_padding(totals)
-        if self.programs.room.snapshots:
-            self._copy_states([(0, 0)])
-        self.programs.changes = None
+                self._run_each(rows, self._padding(shape.rows, adapter), pad_chunks([], shape), drafts=drafts)
+                totals.add(count * width + shape.rows)
+        self._sample_padding(totals, drafts=drafts)
 
     def _padding(self, count: int, adapter: int) -> Int[np.ndarray, "R columns"]:
         """Return the description of rows of padding that are computed with an adapter."""
@@ -210,9 +228,9 @@ class Runner:
         """Return the seconds of a step of all batch slots and these rows of prompt chunks."""
         rows = self.programs.table.describe([], self._slots)
         tokens = pad_chunks([], shape)
-        return seconds_of(lambda: self._run_empty(rows, chunks, tokens))
+        return seconds_of(lambda: self._run_empty(rows, chunks, tokens, drafts=self._kinds[0]))
 
-    def _sample_padding(self, totals: Collection[int]) -> None:
+    def _sample_padding(self, totals: Collection[int], *, drafts: bool) -> None:
         """Sample for batches of these numbers of rows of padding, in each mode."""
         self.programs.sample_padding(totals)
 
@@ -221,22 +239,29 @@ class Runner:
         rows: Int[np.ndarray, "R columns"],
         chunks: Int[np.ndarray, "Q columns"] | None,
         tokens: Int[np.ndarray, "Q C"] | None,
+        *,
+        drafts: bool,
     ) -> None:
         """Run each program of a step on padding only, but for those that sample by themselves."""
-        self._run_empty(rows, chunks, tokens)
+        self._run_empty(rows, chunks, tokens, drafts=drafts)
 
     def _run_empty(
         self,
         rows: Int[np.ndarray, "R columns"],
         chunks: Int[np.ndarray, "Q columns"] | None,
         tokens: Int[np.ndarray, "Q C"] | None,
+        *,
+        drafts: bool,
     ) -> Int[Array, " samples"]:
         """Run a step on padding only, to compile or time its programs; return its samples."""
-        newest, recent = self._newest([], len(rows)), self._recent([], len(rows))
+        newest, recent = (self._newest([], len(rows)), self._recent([], len(rows))) if drafts else (None, None)
         return self.programs.run(rows, chunks, tokens, "greedy", drafted=newest, recent=recent)
 
     def dispatch(self, plan: StepPlan) -> None:
         """Start a planned step on the device without waiting for its result."""
+        if self._drafted and not plan.drafts:
+            self._put_newest(plan.decoded)
+        self._drafted = plan.drafts
         self._copy_states(plan.restored)
         sampled = self._run_steps(plan) if self._loops(plan) else self._run_one(plan)
         self._copy_states(plan.kept)
@@ -251,8 +276,15 @@ class Runner:
             pooled.copy_to_host_async()
         self._in_flight.append(_Dispatched(plan, sampled, scores, pooled, time.perf_counter_ns()))
 
-    def read(self) -> Iterator[tuple[Row, list[int], Int[np.ndarray, "tokens columns"] | None]]:
-        """Wait for the oldest dispatched step; return an iterator of (row, its new tokens, scores) over its batch.
+    def _put_newest(self, rows: Sequence[Row]) -> None:
+        """Tell the programs the newest token of each row: after drafts only the host knows which were accepted."""
+        tokens = np.zeros(self._slots, np.int32)
+        for row in rows:
+            tokens[row.request.slot] = row.request.tokens[-1]
+        self.programs.put_newest(tokens)
+
+    def read(self) -> tuple[StepPlan, Iterator[tuple[Row, list[int], Int[np.ndarray, "tokens columns"] | None]]]:
+        """Wait for the oldest dispatched step; return it, and an iterator of (row, its new tokens, scores) of its rows.
 
         Scores are rows of `pack_scores`, or their first two columns from `ScoredPrograms`; None: the step has none.
         What it tells of prompts is handed to their requests.
@@ -266,7 +298,7 @@ class Runner:
         self._stats.programs[kind] += 1
         self._stats.nanoseconds[kind] += self._read_at - began
         self._stats.waiting += self._read_at - asked
-        if plan.shape is None:
+        if plan.shape is None and not plan.drafts:
             self._step_seconds = (self._step_seconds + 1e-9 * (self._read_at - began) / plan.steps) / 2
         if prompt_scores is not None:
             _give_scores(plan, np.asarray(prompt_scores))
@@ -277,8 +309,8 @@ class Runner:
         loops = self._loops(plan)
         read = self._read_steps if loops else self._read_one
         if tokens.ndim == (2 if loops else 1):
-            return ((row, new, None) for row, new, _ in read(plan, tokens))
-        return ((row, new, tokens[place]) for row, new, place in read(plan, tokens[..., 0]))
+            return plan, ((row, new, None) for row, new, _ in read(plan, tokens))
+        return plan, ((row, new, tokens[place]) for row, new, place in read(plan, tokens[..., 0]))
 
     def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Dispatch copies of rows of the caches of fixed size, each (from, to)."""
@@ -286,7 +318,13 @@ class Runner:
 
     def _loops(self, plan: StepPlan) -> bool:
         """Return True if a plan runs as the program of several decode steps, which may also run a single one."""
-        return plan.shape is None and self._steps > 1 and not any(row.request.single_steps for row in plan.decoded)
+        if plan.drafts or plan.shape is not None or self._steps == 1:
+            return False
+        return not any(row.request.single_steps for row in plan.decoded)
+
+    def _width_of(self, drafts: bool) -> int:
+        """Return the tokens of a decoded row in steps with drafts or without."""
+        return self._width if drafts else 1
 
     def _row_count(self, plan: StepPlan) -> int:
         """Return the compiled batch size to which the decoded sequences of a step are padded."""
@@ -299,9 +337,12 @@ class Runner:
         return self.programs.run_steps(rows, plan.steps, self._steps, choose_mode(plan.decoded))
 
     def _run_one(self, plan: StepPlan) -> Int[Array, " samples"]:
-        arguments = self._arguments(plan)
+        return self._run(plan, self._arguments(plan))
+
+    def _run(self, plan: StepPlan, arguments: _Arguments) -> Int[Array, " samples"]:
         count = len(arguments.rows)
-        newest, recent = self._newest(plan.decoded, count), self._recent(plan.decoded, count)
+        newest = self._newest(plan.decoded, count) if plan.drafts else None
+        recent = self._recent(plan.decoded, count) if plan.drafts else None
         return self.programs.run(*arguments, newest, recent, extended=_is_extended(plan))
 
     def _arguments(self, plan: StepPlan) -> _Arguments:
@@ -313,13 +354,11 @@ class Runner:
         if plan.shape is not None:
             chunks = programs.table.describe(plan.chunks, plan.shape.rows)
             tokens = pad_chunks(plan.chunks, plan.shape)
-        mask = self._mask(plan, count * self._width)
+        mask = self._mask(plan, count * self._width_of(plan.drafts))
         return _Arguments(rows, chunks, tokens, choose_mode(plan.rows) if mask is None else "limited", mask)
 
-    def _newest(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "rows D"] | None:
-        """Return each row's newest token and its draft tokens, int32 [rows, D]; None without speculative decoding."""
-        if self._width == 1:
-            return None
+    def _newest(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "rows D"]:
+        """Return each row's newest token and its draft tokens, int32 [rows, D]."""
         tokens = np.zeros((count, self._width), np.int32)
         for line, row in zip(tokens, rows, strict=False):
             line[-row.count :] = (row.request.tokens[-1], *row.drafts)
@@ -343,7 +382,7 @@ class Runner:
 
     def _mask(self, plan: StepPlan, decoded: int) -> Int[np.ndarray, "samples words"] | None:
         """Return the bitmask of tokens that grammars allow for each sample; None if it is not needed."""
-        width = self._width
+        width = self._width_of(plan.drafts)
         places = [*range(width - 1, width * len(plan.decoded), width), *range(decoded, decoded + len(plan.chunks))]
         constraints = [
             (place, row.request.constraint)
@@ -365,7 +404,7 @@ class Runner:
 
     def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " samples"]) -> Iterator[_Read]:
         tokens = sampled.tolist()
-        width = self._width
+        width = self._width_of(plan.drafts)
         for place, row in enumerate(plan.decoded, 1):
             first = place * width - row.count
             accepted = accept(row.drafts, tokens[first : place * width])
@@ -380,7 +419,7 @@ class DraftRunner(Runner):
     """Runs the scheduler's planned steps with speculative decoding, in which a draft model proposes tokens.
 
     Args:
-      programs, config, stats, row_counts: as in `Runner`.
+      programs, config, stats, row_counts, kinds: as in `Runner`.
       draft: programs of the draft model.
     """
 
@@ -390,9 +429,10 @@ class DraftRunner(Runner):
         config: EngineConfig,
         stats: EngineStats,
         row_counts: Sequence[int],
+        kinds: Sequence[bool],
         draft: DraftPrograms,
     ):
-        super().__init__(programs, config, stats, row_counts)
+        super().__init__(programs, config, stats, row_counts, kinds)
         self._draft = draft
 
     def _compiling(self) -> contextlib.AbstractContextManager[None]:
@@ -402,15 +442,23 @@ class DraftRunner(Runner):
     def _runs_again(self) -> bool:
         return self.programs.replays or self._draft.approximate
 
-    def _sample_padding(self, totals: Collection[int]) -> None:
-        """Do nothing: the draft model's programs sample themselves."""
+    def _sample_padding(self, totals: Collection[int], *, drafts: bool) -> None:
+        if not drafts:  # the draft model's programs sample themselves
+            super()._sample_padding(totals, drafts=drafts)
 
     def _run_empty(
         self,
         rows: Int[np.ndarray, "R columns"],
         chunks: Int[np.ndarray, "Q columns"] | None,
         tokens: Int[np.ndarray, "Q C"] | None,
+        *,
+        drafts: bool,
     ) -> Int[Array, " found"]:
+        if not drafts:
+            sampled = super()._run_empty(rows, chunks, tokens, drafts=False)
+            if chunks is not None:
+                self._draft.fill(self.programs.table.describe([], len(rows)), chunks, tokens)
+            return sampled
         newest = np.zeros(len(rows), np.int32)
         return self._draft.run(rows, newest, chunks, tokens, "greedy", None, self._recent([], len(rows)))
 
@@ -419,8 +467,12 @@ class DraftRunner(Runner):
         rows: Int[np.ndarray, "R columns"],
         chunks: Int[np.ndarray, "Q columns"] | None,
         tokens: Int[np.ndarray, "Q C"] | None,
+        *,
+        drafts: bool,
     ) -> None:
-        self._run_empty(rows, chunks, tokens)
+        self._run_empty(rows, chunks, tokens, drafts=drafts)
+        if not drafts:
+            return
         newest = np.zeros(len(rows), np.int32)
         samples = len(rows) * self._width + (0 if chunks is None else len(chunks))
         mask = np.full((samples, self.programs.words), -1, np.int32)
@@ -429,8 +481,15 @@ class DraftRunner(Runner):
         for extended in (False, True):
             self._draft.run(rows, newest, chunks, tokens, "greedy", mask, recent, extended=extended)
 
-    def _run_one(self, plan: StepPlan) -> Int[Array, " found"]:
-        rows, chunks, tokens, mode, mask = self._arguments(plan)
+    def _run(self, plan: StepPlan, arguments: _Arguments) -> Int[Array, " found"]:
+        rows, chunks, tokens, mode, mask = arguments
+        if not plan.drafts:
+            sampled = super()._run(plan, arguments)
+            if chunks is not None:
+                self._draft.fill(self.programs.table.describe([], len(rows)), chunks, tokens)
+            return sampled
+        for behind, shape in plan.behind:
+            self._draft.catch_up(self.programs.table.describe(behind, shape.rows), pad_chunks(behind, shape))
         newest = np.zeros(len(rows), np.int32)
         newest[: len(plan.decoded)] = [row.request.tokens[-1] for row in plan.decoded]
         recent = self._recent(plan.decoded, len(rows))
@@ -440,6 +499,9 @@ class DraftRunner(Runner):
         self._draft.copy_states(copies)
 
     def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " found"]) -> Iterator[_Read]:
+        if not plan.drafts:
+            yield from super()._read_one(plan, sampled)
+            return
         count = self._row_count(plan)
         width = self._width
         tokens = sampled[:-count].tolist()

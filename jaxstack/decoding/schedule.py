@@ -15,8 +15,10 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from jaxstack.decoding.draft_choice import DraftChoice
+from jaxstack.decoding.draft_lag import DraftLag
 from jaxstack.decoding.pages import PagePool, page_digest
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.step_shapes import ChunkShape, choose_shape, widest_shapes
@@ -62,6 +64,8 @@ class StepPlan:
       chunks: prompt-chunk rows.
       shape: shape that the chunks are padded to; None without chunks.
       steps: number of decode steps; 1 with chunks or drafts.
+      drafts: the step runs as one with drafts, though a row may have none.
+      behind: chunks of tokens that a draft model runs before it guesses, with their shapes, see `DraftLag`.
       alone: the chunks run in a program without decoded rows, see `widest_shapes`.
       restored: rows of the caches of fixed size that are copied before the step, (from, to): snapshots to slots.
       kept: those that are copied after it: slots to snapshots.
@@ -74,6 +78,8 @@ class StepPlan:
     restored: Sequence[tuple[int, int]] = ()
     kept: Sequence[tuple[int, int]] = ()
     alone: bool = False
+    drafts: bool = False
+    behind: Sequence[tuple[list[Row], ChunkShape]] = ()
 
     @property
     def rows(self) -> list[Row]:
@@ -93,6 +99,7 @@ class Scheduler:
         constraint, a step is planned only when the tokens before it are known.
       draft_model: a draft model makes the drafts. Their number then does not depend on other requests, because the
         sampled tokens depend on their number.
+      choice: decides which steps have drafts; None: all of them, if there are `draft_tokens`.
       states: some layers keep a state of fixed size for each slot, so that the chunks of a prompt have to follow one
         another in different steps.
 
@@ -100,7 +107,8 @@ class Scheduler:
       shapes: shapes of prompt chunks; may be replaced before the warm-up.
       shapes_beside: function depth -> shapes of prompt chunks that are allowed while answers are decoded; depth is the
         position of the chunks in the context, from 0 (start) to 1 (end). May be replaced at any time.
-      approximate: what the caches have of accepted drafts is approximate, or missing, until the next step.
+      approximate: what the caches have of accepted drafts is approximate, or missing, until the next step with drafts.
+      catches_up: a draft model can run tokens that it lacks; otherwise their requests get no more drafts.
       decode_steps: largest number of steps of a plan without prompt chunks; may be changed at any time.
     """
 
@@ -113,6 +121,7 @@ class Scheduler:
         draft_tokens: int = 0,
         *,
         draft_model: bool = False,
+        choice: DraftChoice | None = None,
         states: bool = False,
     ):
         self.context = context
@@ -121,9 +130,13 @@ class Scheduler:
         self.shapes_beside: Callable[[float], tuple[ChunkShape, ...]] = lambda depth: self.shapes
         self.decode_steps = 1
         self.draft_tokens = draft_tokens
-        self._draft_model = draft_model
+        self.choice = choice
+        self._drafting = False
+        """True if the newest step runs as one with drafts: its tokens have to be read before the next is planned."""
+        self._lag = DraftLag(pool.page_size) if draft_model else None
         self._states = states
         self.approximate = False
+        self.catches_up = True
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._slots = slots
@@ -137,8 +150,8 @@ class Scheduler:
 
     @property
     def shapes_alone(self) -> Sequence[ChunkShape]:
-        """Shapes of the chunks that run without decoded rows where nothing is decoded: none with drafts."""
-        return () if self.draft_tokens else widest_shapes(self.shapes)
+        """Shapes of chunks that run without decoded rows where nothing is decoded: none if all steps have drafts."""
+        return () if self.draft_tokens and self.choice is None else widest_shapes(self.shapes)
 
     def add(self, request: Request) -> None:
         """Put a new request into the waiting queue, after those that start before it."""
@@ -160,21 +173,28 @@ class Scheduler:
         """Choose the rows of the next step and allocate their pages; None if nothing can run yet.
 
         Args:
-          in_flight: True if tokens of dispatched steps have not been read yet; then no request may be preempted.
+          in_flight: True if tokens of dispatched steps have not been read yet; then no request may be preempted, and
+            no step with drafts be planned: requests that started in different steps would never be decoded together.
         """
+        decoding = [request for request in self.running if self._generates(request)]
+        drafts = self._wants_drafts(len(decoding))
+        if in_flight and (drafts or self._drafting):
+            return None
+        # Steps without drafts go on from caches that have all tokens, exactly.
+        self._drafting = drafts or (self.approximate and any(request.exact < request.filled for request in decoding))
         decoded: list[Row] = []
         before = self.preemptions
         for request in list(self.running):
             if request.slot is None or not self._decodes(request):
                 continue
-            drafts = self._guess(request)
-            if not self._take_pages(request, request.filled + 1 + len(drafts)):
+            guessed = self._guess(request) if drafts else ()
+            if not self._take_pages(request, request.filled + 1 + len(guessed)):
                 if in_flight:
                     return None
-                if not self._make_room(request, 1 + len(drafts), decoded):
+                if not self._make_room(request, 1 + len(guessed), decoded):
                     continue
             again = request.filled + 1 - request.exact
-            decoded.append(Row(request, request.filled, 1 + len(drafts), request.sampled, drafts, again))
+            decoded.append(Row(request, request.filled, 1 + len(guessed), request.sampled, guessed, again))
         if self.preemptions == before:
             self._admit()
         pending = [request for request in self.running if request.filled < request.target]
@@ -199,10 +219,18 @@ class Scheduler:
 
     def _decodes(self, request: Request) -> bool:
         """Return True if a running request's prompt is done and its next token can be computed now."""
-        stepwise = self.draft_tokens or request.constraint is not None
-        if request.filled < request.target or (stepwise and request.sampled > request.count):
+        stepwise = self._drafting or request.constraint is not None
+        return self._generates(request) and not (stepwise and request.sampled > request.count)
+
+    def _generates(self, request: Request) -> bool:
+        """Return True if a running request's prompt is done, and further tokens of its answer are to be computed."""
+        return request.filled >= request.target and self._room(request) > 0
+
+    def _wants_drafts(self, rows: int) -> bool:
+        """Return True if the next step, which decodes so many rows, is to have drafts."""
+        if not self.draft_tokens:
             return False
-        return request.sampled < request.max_tokens and request.filled < self.context
+        return self.choice is None or (rows > 0 and self.choice.wants(rows))
 
     def _room(self, request: Request) -> int:
         """Return how many more tokens a request may generate within its own limit and the context length."""
@@ -213,14 +241,14 @@ class Scheduler:
         count = min(self.draft_tokens, self._room(request) - 1)
         if count < 1 or request.constraint is not None or request.sampling.changes_logits:
             return ()
-        if self._draft_model:
-            return (-1,) * count
+        if self._lag is not None:
+            return (-1,) * count if self.catches_up or request.drafted >= request.filled else ()
         drafts = request.draft_by_ngram(count)
         return drafts if self._take_pages(request, request.filled + 1 + len(drafts)) else ()
 
     def _add_steps(self, decoded: Sequence[Row]) -> None:
         """Let a decode-only step generate several tokens per row, as far as limits and pages allow."""
-        if self.draft_tokens or any(row.request.single_steps for row in decoded):
+        if self._drafting or any(row.request.single_steps for row in decoded):
             return
         steps = self.decode_steps
         if self.waiting and decoded:  # for slots or pages, which the end of an answer frees
@@ -254,7 +282,7 @@ class Scheduler:
         self.running.remove(request)
         self._release_slot(request)
         # With a draft model the next token must come from a decoded row, as it would have without preemption.
-        decodes = self._draft_model and request.count > 0
+        decodes = self._lag is not None and request.count > 0
         request.filled = 0
         request.exact = 0
         request.target = len(request.tokens) - decodes
@@ -294,6 +322,8 @@ class Scheduler:
             self.prefix_hits += cached
             request.pages += pages
             request.filled = request.exact = cached
+            if self._lag is not None:
+                self._lag.admit(request)
             request.slot = self._free_slots.pop()
             request.described_pages = -1
             if prefix.snapshot is not None:
@@ -350,13 +380,34 @@ class Scheduler:
         number = self.pool.add_snapshot(request.digests[pages - 1]) if pages <= len(request.digests) else None
         return [] if number is None else [(request.slot, self._slots + number)]
 
+    def _catch_up(self, decoded: Sequence[Row], lag: DraftLag) -> Iterator[tuple[list[Row], ChunkShape]]:
+        """Yield batches of chunks of the tokens that a draft model lacks of the rows with drafts, and their shapes."""
+        while behind := [row for row in decoded if row.drafts and row.request.drafted < row.start]:
+            shape = choose_shape(self.shapes, [row.start - row.request.drafted for row in behind])
+            chunks = list[Row]()
+            for row in behind[: shape.rows]:
+                start = row.request.drafted
+                chunks.append(Row(row.request, start, min(shape.width, row.start - start), None))
+                lag.advance(row.request, start, start + chunks[-1].count, drafted=True)
+            yield chunks, shape
+
+    def _advance_lag(self, decoded: Sequence[Row], chunks: Sequence[Row], lag: DraftLag) -> None:
+        """Record which of a step's tokens a draft model runs."""
+        for row in decoded:
+            lag.advance(row.request, row.start, row.start + row.count, drafted=self._drafting)
+        for row in chunks:
+            lag.advance(row.request, row.start, row.start + row.count, drafted=True)
+
     def _make_plan(self, decoded: list[Row], chunks: list[Row], shape: ChunkShape | None) -> StepPlan:
         """Build the plan of a step from its rows, and advance their requests to the state after the step."""
+        behind = [] if self._lag is None else [*self._catch_up(decoded, self._lag)]
+        if self._lag is not None:
+            self._advance_lag(decoded, chunks, self._lag)
         for row in (*decoded, *chunks):
             row.request.filled = row.start + row.count
         for row in decoded:
             row.request.sampled += row.count
-            row.request.exact = row.start + 1
+            row.request.exact = row.start + 1 if self._drafting else row.request.filled
         kept = list[tuple[int, int]]()
         for row in chunks:
             row.request.exact = row.request.filled
@@ -366,8 +417,8 @@ class Scheduler:
         steps = max((row.count - len(row.drafts) for row in decoded), default=1)
         restored = self._restored
         self._restored = []
-        alone = not decoded and shape in self.shapes_alone
-        return StepPlan(decoded, chunks, shape, steps, restored, kept, alone)
+        alone = not decoded and not self._drafting and shape in self.shapes_alone
+        return StepPlan(decoded, chunks, shape, steps, restored, kept, alone, self._drafting, behind)
 
 
 def _order(request: Request) -> tuple[int, int]:

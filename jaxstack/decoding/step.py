@@ -215,6 +215,10 @@ class Programs:
         """Put a row that changes nothing into the state of slot 0, to compile the program that does so."""
         self.put_changes(0, changes_of(Sampling(), (), (), (), self.model.config.vocab_size or 0))
 
+    def put_newest(self, tokens: Int[np.ndarray, " S"]) -> None:
+        """Set the newest token of each slot, from which `run` and `run_steps` go on after steps with drafts."""
+        self._last = jax.device_put(tokens, self._last.sharding)
+
     def run(
         self,
         rows: Int[np.ndarray, "R columns"],

@@ -105,8 +105,11 @@ class Metrics:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        counters = {f"vllm:{name}": counted for name, counted in counters.items()}
+        counters["jaxstack:engine_steps"] = ("Steps of the engine.", stats.steps)
+        counters["jaxstack:engine_steps_with_drafts"] = ("Those of them that guessed tokens.", stats.draft_steps)
         for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
         finished = CounterMetricFamily(

@@ -108,7 +108,7 @@ def test_a_place_is_free_again_when_the_requests_of_its_adapter_have_ended():
 @pytest.mark.longer
 def test_guesses_from_earlier_text_change_no_answer_with_an_adapter():
     wanted = merged_texts(make_adapter(1), count=40)
-    drafting = SIZES.model_copy(update={"draft_tokens": 3})
+    drafting = SIZES.model_copy(update={"draft_tokens": 3, "drafts": "always"})
     with Engine(open_tiny(), drafting, warm_up=False) as engine:
         engine.load_adapter("first", make_adapter(1))
         found = [engine.submit(prompt, 40, Sampling(0), adapter="first") for prompt in PROMPTS]
@@ -146,11 +146,11 @@ def open_on(data: int = 1, tensor: int = 1, packed: Callable[[np.ndarray, int], 
     ("degrees", "bits", "changes"),
     [
         ({"tensor": 2}, 0, {}),
-        ({"tensor": 2}, 0, {"draft_tokens": 3}),
+        ({"tensor": 2}, 0, {"draft_tokens": 3, "drafts": "always"}),
         ({"tensor": 2}, 0, {"half_batches_from": 2}),
         ({"data": 2}, 0, {}),
         ({}, 4, {}),
-        ({}, None, {"draft_tokens": 3}),
+        ({}, None, {"draft_tokens": 3, "drafts": "always"}),
         ({"tensor": 2}, 8, {}),
     ],
     ids=["tensor", "tensor_drafts", "tensor_halves", "replicas", "int4", "table_drafts", "tensor_int8"],

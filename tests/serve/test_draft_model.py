@@ -15,7 +15,7 @@ from tests.serve.test_engine import GREEDY, SAMPLINGS, EvenOnly, expected, promp
 from tests.serve.tiny import CONFIG as CONFIG_OF_TESTS
 from tests.serve.tiny import open_tiny
 
-CONFIG = EngineConfig(slots=4, page_size=4, chunk=16, draft_tokens=3)
+CONFIG = EngineConfig(slots=4, page_size=4, chunk=16, draft_tokens=3, drafts="always")
 ROWS = 20_000
 WIDTH = 3
 V = 6

@@ -38,7 +38,7 @@ def test_answers_over_pages_in_few_bits_are_those_of_the_decoder(name):
     decoder = open_tiny(kv_cache=name)
     asked = prompts([60, 50])
     asked.append([*asked[0][:48], 7, 8])
-    config = EngineConfig(slots=2, chunk=16, draft_tokens=2)
+    config = EngineConfig(slots=2, chunk=16, draft_tokens=2, drafts="always")
     with Engine(decoder, config, warm_up=False) as engine:
         answers = [engine.submit(prompt, 6, GREEDY).result() for prompt in asked]
     assert answers == [expected(decoder, prompt, 6) for prompt in asked]
@@ -300,7 +300,7 @@ def test_tensor_parallelism_gives_the_same_text(decoder):
 
 def test_speculation_changes_no_token_and_accepts_repetitions(decoder):
     """Greedy and sampled, with chunks of other prompts beside it, constraints, preemption and stop tokens."""
-    config = SMALL.model_copy(update={"draft_tokens": 3, "pages": 30, "context": 90})
+    config = SMALL.model_copy(update={"draft_tokens": 3, "drafts": "always", "pages": 30, "context": 90})
     asked = [(prompt * 3, 30, SAMPLINGS[i % 3], i) for i, prompt in enumerate(prompts((2, 5, 9, 12, 1, 20)))]
     with Engine(decoder, config, warm_up=False) as engine:
         handles = [engine.submit(prompt, count, sampling, seed=seed) for prompt, count, sampling, seed in asked]

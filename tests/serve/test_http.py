@@ -532,6 +532,8 @@ def test_the_metrics_have_the_names_of_vllm(client, port, engine):
         "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_max_tokens_bucket",
     ):  # fmt: skip
         assert f"vllm:{name}{{" in text and 'model_name="tiny"' in text
+    steps = re.search(r'jaxstack:engine_steps_total\{model_name="tiny"\} (\S+)', text)
+    assert steps is not None and float(steps[1]) > 0 and "jaxstack:engine_steps_with_drafts_total{" in text
     found = re.search(r'vllm:generation_tokens_total\{model_name="tiny"\} (\S+)', text)
     assert found is not None and float(found[1]) == engine.stats.generated_tokens > 0
     counts = {

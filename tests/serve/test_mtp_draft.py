@@ -43,7 +43,7 @@ def test_one_draft_a_step_is_what_the_layer_guesses_in_a_forward_pass():
     (prompt,) = few_ids([37])
     whole = expected(model, prompt, 30)
     guessed = guesses(model, [*prompt, *whole])
-    config = EngineConfig(slots=1, page_size=4, chunk=16, draft_tokens=1)
+    config = EngineConfig(slots=1, page_size=4, chunk=16, draft_tokens=1, drafts="always")
     with Engine(model, config, warm_up=False) as engine:
         assert engine.submit(prompt, 30, GREEDY).result() == whole
         stats = engine.stats
@@ -63,7 +63,7 @@ def test_a_hybrid_drafts_by_a_layer_with_attention(drafts):
     changes = {"num_layers": 2, "layer_types": ("delta", "full_attention"), "delta": GatedDelta(**delta)}
     model = open_tiny(config=CONFIG.model_copy(update=changes))
     asked = few_ids([21, 9])
-    config = EngineConfig(slots=2, page_size=4, chunk=16, draft_tokens=drafts)
+    config = EngineConfig(slots=2, page_size=4, chunk=16, draft_tokens=drafts, drafts="always")
     with Engine(model, config, warm_up=False) as engine:
         handles = [engine.submit(prompt, 14, GREEDY) for prompt in asked]
         assert [handle.result() for handle in handles] == [expected(model, prompt, 14) for prompt in asked]
@@ -74,7 +74,8 @@ def test_a_hybrid_drafts_by_a_layer_with_attention(drafts):
 def test_greedy_tokens_are_the_same_beside_others_and_after_a_cached_prefix():
     model = open_tiny(config=CONFIG)
     asked = few_ids([21, 9, 33, 21])
-    with Engine(model, EngineConfig(slots=4, page_size=4, chunk=16, draft_tokens=3), warm_up=False) as engine:
+    config = EngineConfig(slots=4, page_size=4, chunk=16, draft_tokens=3, drafts="always")
+    with Engine(model, config, warm_up=False) as engine:
         handles = [engine.submit(prompt, 14, GREEDY) for prompt in asked]
         assert [handle.result() for handle in handles] == [expected(model, prompt, 14) for prompt in asked]
         again = engine.submit([*asked[0], *handles[0].result()], 9, GREEDY)

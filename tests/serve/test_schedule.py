@@ -68,6 +68,9 @@ class SimulatedPrograms(Programs):
         for source, target in copies:
             self.states[target] = self.states[source]
 
+    def put_newest(self, tokens):
+        self.newest = tokens.copy()
+
     def run(self, rows, chunks, tokens, mode, mask=None, drafted=None, recent=None, **_):
         assert (recent is not None) == (self.has_states and drafted is not None)
         newest = self.newest[rows[:, Column.SLOT], None] if drafted is None else drafted
@@ -121,7 +124,9 @@ class SimulatedPrograms(Programs):
 
 
 class SimulatedDraft:
-    """Guesses that depend on the newest token alone, and are sometimes right."""
+    """Guesses that depend on the newest token alone, and are sometimes right, if its memory has all earlier tokens."""
+
+    catches_up = True
 
     def __init__(self, target, model, width, together):
         self.target = target
@@ -131,12 +136,18 @@ class SimulatedDraft:
         self.copy_states = target.copy_states
 
     def run(self, rows, newest, chunks, tokens, mode, mask=None, recent=None, **_):
-        self._run_exactly(rows, newest, chunks, tokens, recent if self.approximate else None)
+        self._run_exactly(rows, newest, recent if self.approximate else None)
+        if chunks is not None:
+            self.fill(rows, chunks, tokens)
         drafted = np.zeros((len(rows), self.width), int)
         for line, row, token in zip(drafted, rows, newest, strict=True):
             for column in range(self.width - row[Column.COUNT], self.width):
                 line[column] = token
                 token = token * 2 % V
+            start = row[Column.START]
+            if row[Column.COUNT] and not self.approximate:
+                ids = line[-row[Column.COUNT] :]
+                self.memory[self.target._places(row)[start : start + row[Column.COUNT]]] = ids
         sampled = self.target.run(rows, chunks, tokens, mode, mask, drafted, recent if self.target.replays else None)
         after = sampled[: drafted.size].reshape(drafted.shape)
         kept = []
@@ -145,22 +156,41 @@ class SimulatedDraft:
             kept.append(len(accept(line[start + 1 :].tolist(), found[start:].tolist())) - 1)
         return np.concatenate([sampled, kept]).view(Sampled)
 
-    def _run_exactly(self, rows, newest, chunks, tokens, recent):
-        """With layers that run together: before it guesses, the draft model has run all earlier tokens exactly."""
-        if recent is None:
-            return
-        for row, token, again, count in zip(rows, newest, *recent, strict=True):
-            if row[Column.COUNT]:
-                places = self.target._places(row)
-                start = row[Column.START]
+    def _run_exactly(self, rows, newest, recent):
+        """Before it guesses, the draft model has run all earlier tokens exactly, if layers run together just now."""
+        for number, row in enumerate(rows):
+            places = self.target._places(row)
+            start = row[Column.START]
+            if row[Column.COUNT] and recent is not None:
+                again, count = recent.tokens[number], recent.counts[number]
                 self.memory[places[start + 1 - count : start + 1]] = again[-count:]
-                assert again[-1] == token
-                assert (self.memory[places[:start]] == self.target.memory[places[:start]]).all()
+                assert again[-1] == newest[number]
                 self.memory[places[start + 1 : start + row[Column.COUNT]]] = 252
-        for row, ids in zip(chunks, tokens, strict=True) if chunks is not None else ():
+            if row[Column.COUNT] > 1:
+                assert (self.memory[places[:start]] == self.target.memory[places[:start]]).all()
+
+    def fill(self, rows, chunks, tokens):
+        for row, ids in zip(chunks, tokens, strict=True):
             if row[Column.COUNT]:
                 start = row[Column.START]
                 self.memory[self.target._places(row)[start : start + row[Column.COUNT]]] = ids[-row[Column.COUNT] :]
+
+    def catch_up(self, chunks, tokens):
+        self.fill(None, chunks, tokens)
+
+
+class ScriptedChoice:
+    """Steps with drafts and without in a given order, which is repeated."""
+
+    def __init__(self, order: list[bool]):
+        self.order = order
+        self.steps = 0
+
+    def wants(self, rows: int) -> bool:
+        return self.order[self.steps % len(self.order)]
+
+    def observe(self, rows: int, drafts: bool, steps: int, tokens: int) -> None:
+        self.steps += 1
 
 
 def choose_room(models, config: EngineConfig, further) -> CacheRoom:
@@ -202,6 +232,9 @@ requests = st.lists(
     max_size=12,
 )
 
+orders = st.lists(st.booleans(), min_size=1, max_size=8)
+"""Which steps have drafts."""
+
 
 @st.composite
 def configs(draw) -> EngineConfig:
@@ -220,15 +253,19 @@ def configs(draw) -> EngineConfig:
         snapshots=snapshots,
         draft_tokens=draw(st.sampled_from([0, 0, 3])),
         draft_layers_together=draw(st.sampled_from([1, 2])),
+        drafts=draw(st.sampled_from(["auto", "always"])),
     )
 
 
 @pytest.mark.longer
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(asked=requests, config=configs(), draft=st.booleans())
-def test_each_answer_is_that_of_its_prompt(make_engine, asked, config, draft):
-    """At any page size, pool size, number of steps ahead and of drafts."""
+@given(asked=requests, config=configs(), draft=st.booleans(), order=orders, catches_up=st.booleans())
+def test_each_answer_is_that_of_its_prompt(make_engine, asked, config, draft, order, catches_up):
+    """At any page size, pool size, number of steps ahead and of drafts; steps with and without drafts in any order."""
     engine = make_engine(config, draft and config.draft_tokens > 0)
+    if engine.scheduler.choice is not None:
+        engine.scheduler.choice = ScriptedChoice(order)
+        engine.scheduler.catches_up = catches_up
     handles = {}
     turn = 0
     while len(handles) < len(asked) or engine.step():
@@ -363,7 +400,8 @@ def test_many_waiting_prompts_start_in_one_step_if_they_fill_more_than_half_of_i
 @pytest.mark.parametrize("draft", [False, True])
 def test_requests_with_drafts_are_decoded_in_the_same_steps(make_engine, draft):
     """Each step gives every running request a token at least, though their prompts were computed in different steps."""
-    engine = make_engine(EngineConfig(slots=4, pages=40, page_size=4, chunk=16, draft_tokens=3), draft)
+    config = EngineConfig(slots=4, pages=40, page_size=4, chunk=16, draft_tokens=3, drafts="always")
+    engine = make_engine(config, draft)
     handles = [engine.submit([number] * (16 - number), 12) for number in range(3)]
     while engine.step():
         pass

@@ -51,12 +51,12 @@ def check(found: Sequence[TokenScore | None], wanted: Sequence[TokenScore]) -> N
 
 def draft_engine(decoder: Decoder) -> Engine:
     draft = open_tiny(seed=1, config=CONFIG.model_copy(update={"num_layers": 2}))
-    return Engine(decoder, EngineConfig(**SIZES, draft_tokens=2), draft=draft, warm_up=False)
+    return Engine(decoder, EngineConfig(**SIZES, draft_tokens=2, drafts="always"), draft=draft, warm_up=False)
 
 
 ENGINES = {
     "alone": lambda decoder: Engine(decoder, EngineConfig(**SIZES, decode_steps=4), warm_up=False),
-    "ngram": lambda decoder: Engine(decoder, EngineConfig(**SIZES, draft_tokens=2), warm_up=False),
+    "ngram": lambda decoder: Engine(decoder, EngineConfig(**SIZES, draft_tokens=2, drafts="always"), warm_up=False),
     "draft": draft_engine,
 }
 

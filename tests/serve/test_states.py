@@ -112,7 +112,7 @@ def guess_with_errors(answers: dict[tuple[int, ...], list[int]]):
 def test_rejected_drafts_are_not_in_a_state(name, monkeypatch):
     """Greedy and sampled, beside chunks of other prompts, with preemption, a stop token and cached prefixes."""
     decoder = open_model(name)
-    config = EngineConfig(slots=3, page_size=4, pages=45, context=110, chunk=64, draft_tokens=3)
+    config = EngineConfig(slots=3, page_size=4, pages=45, context=110, chunk=64, draft_tokens=3, drafts="always")
     asked = [(prompt, 30, [GREEDY, Sampling(1.0)][i % 2], i) for i, prompt in enumerate(prompts((66, 5, 70, 1)))]
     answers = [expected(decoder, *request) for request in asked]
     guess = guess_with_errors({tuple(prompt): answer for (prompt, *_), answer in zip(asked, answers, strict=True)})
@@ -136,7 +136,7 @@ def test_drafts_of_a_model_with_states_change_no_token(name):
     draft = open_model("delta" if name == "other model" else name)
     keys = iter(jax.random.split(jax.random.key(1), 100))
     draft.params = jax.tree.map(lambda x: x * (1 + 0.1 * jax.random.normal(next(keys), x.shape)), draft.params)
-    config = EngineConfig(slots=2, page_size=4, context=110, chunk=64, draft_tokens=3)
+    config = EngineConfig(slots=2, page_size=4, context=110, chunk=64, draft_tokens=3, drafts="always")
     asked = prompts((70, 9, 1))
     asked.append(asked[0])
     with Engine(target, config, draft=draft, warm_up=False) as engine:
