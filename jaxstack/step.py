@@ -29,6 +29,7 @@ from jaxstack.optim.build import gradient_norm
 from jaxstack.parallel.pipeline.schedule import describe_schedule
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.parallel.sharding_context import ShardingContext, StepLayout
+from jaxstack.parallel.weight_gather import share_host
 from jaxstack.parameter_paths import path_name
 from jaxstack.state import TrainState
 from pallas_kernels import Choice, NotSupported, record_choices, sequence_order
@@ -313,7 +314,7 @@ class StepProgram:
             own = builtin_step_options(
                 pipeline=layout.pipeline is not None,
                 peer_copies=layout.peer_copies,
-                processes=len({device.process_index for device in self._steps.rules.mesh.devices.flat}),
+                several_processes=jax.process_count() > 1 and share_host(self._steps.rules.mesh.devices.flat),
             )
         return translate_options({**own, **self._xla_options})
 

@@ -135,9 +135,13 @@ EQUIVALENT: tuple[tuple[Setting, ...], ...] = (
 """Groups of settings that mean the same in different versions of jaxlib; the first that is supported is used."""
 
 
-def step_options(*, pipeline: bool = False, peer_copies: bool = False, processes: int = 1) -> dict[str, OptionValue]:
+def step_options(
+    *, pipeline: bool = False, peer_copies: bool = False, several_processes: bool = False
+) -> dict[str, OptionValue]:
     """Return jaxstack's XLA options for a GPU training step, as far as the installed jaxlib supports them."""
-    return translate_options(builtin_step_options(pipeline=pipeline, peer_copies=peer_copies, processes=processes))[0]
+    return translate_options(
+        builtin_step_options(pipeline=pipeline, peer_copies=peer_copies, several_processes=several_processes)
+    )[0]
 
 
 def low_precision_cpu_options() -> dict[str, OptionValue]:
@@ -174,11 +178,9 @@ def half_batch_options() -> dict[str, OptionValue]:
     return translate_options({option.name: option.value for option in HALF_BATCHES})[0]
 
 
-def supports_peer_copies(processes: int) -> bool:
-    """Return True if the installed jaxlib, and NCCL for several processes, can copy between the GPUs of one host."""
-    if processes > 1 and nccl_version() < ONE_SIDED_NCCL:
-        return False
-    return all(is_supported(option.name, option.value) for option in _peer_copies(processes))
+def supports_peer_copies() -> bool:
+    """Return True if the installed jaxlib can compile collective permutes to copies between a process's GPUs."""
+    return all(is_supported(option.name, option.value) for option in PEER_COPIES)
 
 
 def nccl_version() -> tuple[int, ...]:
@@ -194,22 +196,22 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def builtin_step_options(
-    *, pipeline: bool = False, peer_copies: bool = False, processes: int = 1
+    *, pipeline: bool = False, peer_copies: bool = False, several_processes: bool = False
 ) -> dict[str, OptionValue]:
     """Return jaxstack's XLA options for a GPU training step, supported by the installed jaxlib or not.
 
     Args:
       pipeline: the step is a pipeline's.
       peer_copies: weights travel by peer-to-peer copies.
-      processes: number of processes that the devices belong to.
+      several_processes: the devices are of several processes of one host.
     """
-    chosen = (*ALWAYS, *(PIPELINE if pipeline else ()), *(_peer_copies(processes) if peer_copies else ()))
+    chosen = (*ALWAYS, *(PIPELINE if pipeline else ()), *(_peer_copies(several_processes) if peer_copies else ()))
     return {option.name: option.value for option in chosen}
 
 
-def _peer_copies(processes: int) -> tuple[Option, ...]:
-    # With an older NCCL the kernels of NCCL send what `parallel.copy_engines: always` asks for.
-    return COPIES_BETWEEN_PROCESSES if processes > 1 and nccl_version() >= ONE_SIDED_NCCL else PEER_COPIES
+def _peer_copies(several_processes: bool) -> tuple[Option, ...]:
+    # With an older NCCL its kernels send what `parallel.copy_engines: always` asks for.
+    return COPIES_BETWEEN_PROCESSES if several_processes and nccl_version() >= ONE_SIDED_NCCL else PEER_COPIES
 
 
 def overlap_options(step: Mapping[str, OptionValue], collectives: int) -> dict[str, OptionValue]:

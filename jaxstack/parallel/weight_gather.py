@@ -42,11 +42,12 @@ def share_host(
     return len({getattr(device, "slice_index", device.process_index) for device in devices}) == 1
 
 
-def can_copy(mesh: Mesh | AbstractMesh) -> bool:
-    """Return True if the mesh has 2 to `MOST_COPIED` GPUs, all of one host, so that they can copy peer to peer."""
+def in_one_process(mesh: Mesh | AbstractMesh) -> bool:
+    """Return True if the mesh has 2 to `MOST_COPIED` GPUs, all of one process, so that they can copy peer to peer."""
     if isinstance(mesh, AbstractMesh) or not 1 < mesh.size <= MOST_COPIED:
         return False
-    return mesh.devices.flat[0].platform in ("gpu", "cuda") and share_host(mesh.devices.flat)
+    devices = mesh.devices.flat
+    return devices[0].platform in ("gpu", "cuda") and len({device.process_index for device in devices}) == 1
 
 
 def gather(x: jax.Array, axes: tuple[str, ...], dim: int, *, peer_copies: bool) -> jax.Array:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, cast
 
@@ -21,7 +20,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.config import ParallelConfig
 from jaxstack.parallel.fewer_devices import describe_change, fit_fewer_devices
-from jaxstack.parallel.weight_gather import can_copy, share_host
+from jaxstack.parallel.weight_gather import in_one_process, share_host
 from jaxstack.resilience.preflight import check_same_devices
 from jaxstack.run_config import RunConfig
 
@@ -292,16 +291,13 @@ def _uses_peer_copies(config: RunConfig, mesh: Mesh) -> bool:
     """Return True if weights and gradients are transferred by the GPUs' copy engines instead of NCCL kernels.
 
     With `parallel.copy_engines: auto` this holds for layouts where it was measured to be no slower: unrolled
-    layers over `data`, `fsdp` and `context` on the GPUs of one host; of several processes, on H100s and H200s.
+    layers over `data`, `fsdp` and `context` on the GPUs of one process.
     """
     if config.parallel.copy_engines != "auto":
         return config.parallel.copy_engines == "always"
     split = _split_axes(mesh.shape)
-    processes = len({device.process_index for device in mesh.devices.flat})
     measured = not config.model.scan_layers and split <= {"data", "fsdp", "context"}
-    if processes > 1:  # NCCL's one-sided transfers end with an error where GPUs cannot access each other's memory
-        measured = measured and bool(re.search("H100|H200", mesh.devices.flat[0].device_kind))
-    return measured and can_copy(mesh) and supports_peer_copies(processes)
+    return measured and in_one_process(mesh) and supports_peer_copies()
 
 
 def _split_axes(shape: Mapping[str, int]) -> set[str]:

@@ -106,6 +106,18 @@ def clocks(steps: Sequence[Row]) -> str:
     return " ".join([*sentences, measured_at(used)]) if sentences else "Not measured yet."
 
 
+def processes_table(rows: Sequence[Row]) -> str:
+    """Return the steps of one process with all GPUs, and of one process for each GPU, of the newest run."""
+    if not rows:
+        return "Not measured yet; `python benchmarks/distributed/processes.py` measures it."
+    lines = [
+        [row["work"], str(row["processes"]), f"{1000 * row['step_seconds']:.1f}", f"{row['relative_speed']:.3f}"]
+        for row in rows
+        if row["run"] == rows[-1]["run"]
+    ]
+    return f"{table(['workload', 'processes', 'step, ms', 'relative'], lines)}\n\n{measured_at(rows)}"
+
+
 def is_baseline(row: Row) -> bool:
     """Return True for the row with which the others of its work and run are compared."""
     return "no overlap" in row["variant"] if " tensor" in row["work"] else row["devices"] == 1
@@ -138,6 +150,7 @@ def read_overlap() -> list[Row]:
 
 
 PARTS = {
+    "processes": lambda: processes_table(read_all(RESULTS / "processes.jsonl")),
     "goals": lambda: goals(read_overlap(), read_steps()),
     "overlap": lambda: overlap_table(read_overlap()),
     "steps": lambda: step_table(read_steps()),

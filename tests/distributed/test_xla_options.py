@@ -17,7 +17,6 @@ from jaxstack.distributed.xla_options import (
     PIPELINE,
     is_supported,
     step_options,
-    supports_peer_copies,
     translate_options,
 )
 from jaxstack.errors import ConfigError
@@ -38,11 +37,11 @@ def test_options_follow_what_the_step_holds():
 @pytest.mark.parametrize("version", [(2, 28, 9), ONE_SIDED_NCCL, (2, 32, 3), ()])
 def test_copies_between_processes_need_a_nccl_with_one_sided_transfers(monkeypatch, version):
     monkeypatch.setattr(compiler_options, "nccl_version", lambda: version)
-    new = version >= ONE_SIDED_NCCL
-    wanted = COPIES_BETWEEN_PROCESSES if new else PEER_COPIES
-    assert step_options(peer_copies=True, processes=2) == step_options() | {one.name: one.value for one in wanted}
-    assert step_options(processes=2) == step_options()
-    assert supports_peer_copies(2) == (new and supports_peer_copies(1))
+    wanted = COPIES_BETWEEN_PROCESSES if version >= ONE_SIDED_NCCL else PEER_COPIES
+    assert step_options(peer_copies=True, several_processes=True) == step_options() | {
+        one.name: one.value for one in wanted
+    }
+    assert step_options(several_processes=True) == step_options()
 
 
 def test_the_version_of_nccl_is_that_of_the_package(monkeypatch):

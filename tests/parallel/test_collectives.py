@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxstack.errors import ConfigError
 from jaxstack.parallel import make_mesh
-from jaxstack.parallel.weight_gather import can_copy, gather, scatter
+from jaxstack.parallel.weight_gather import gather, in_one_process, scatter
 from jaxstack.run.setting import Setting
 from tests.hopper import hopper_topology
 from tests.parallel.test_layouts import assert_trains_as_one_device
@@ -114,7 +114,7 @@ def test_where_weights_travel_by_copies():
     assert copies(gpus, "parallel.fsdp=2", "parallel.context=2")
     assert not copies(gpus, "parallel.fsdp=2", "parallel.tensor=2")
     assert not copies(cpu[:4]) and copies(cpu[:4], "parallel.copy_engines=always")
-    assert not can_copy(Mesh(np.array(gpus[:1]), ("data",)))
+    assert not in_one_process(Mesh(np.array(gpus[:1]), ("data",)))
 
 
 def test_stages_refuse_copies():
