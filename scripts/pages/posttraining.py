@@ -61,14 +61,16 @@ def speeds() -> str:
 
 
 def ways() -> str:
-    """Return the table of our step with exact log-probabilities beside the usual one, and on two GPUs."""
+    """Return the table of our step with exact log-probabilities beside the usual one, on two GPUs, and of an 8B."""
     rows = read_all(RESULTS / "reinforce.jsonl")
     last = next(row["run"] for row in reversed(rows) if row["implementation"] == "jaxstack, exact")
     usual, exact = (row for row in rows if row["run"] == last)
     both = next(row for row in reversed(rows) if row["work"].startswith("llama3-1b-fsdp2"))
     lines = [{**usual, "implementation": "one GPU"}, {**exact, "implementation": "one GPU, exact"}]
     lines.append({**both, "implementation": "two GPUs, fsdp 2"})
-    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in (usual, both)))
+    adapters = [row for row in rows if row["work"].startswith("llama3-8b-lora")][-1:]
+    lines += [{**row, "implementation": "llama3-8b on one GPU, adapters"} for row in adapters]
+    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in (usual, both, *adapters)))
     said = (
         f"{usual['work']}; {usual['device']}, commit {commits}. A step with exact log-probabilities takes "
         f"{exact['step_seconds'] / usual['step_seconds']:.2f} times as long; two GPUs take "
