@@ -84,26 +84,23 @@ _WAY_OUT = {
 def describe_backends(choices: Sequence[Choice], operation: str) -> str | None:
     """Describe in one line which backends compute an operation, and why not others; None if there is no such call.
 
+    Of several calls that break one rule the numbers of the first are shown.
+
     Args:
       choices: of all operations, as `pallas_kernels.record_choices` collected them during tracing.
       operation: name of the operation, e.g. "packed_matmul".
     """
-    shapes: dict[str, int] = {}
-    reasons: dict[str, list[str]] = {}
+    by_backend: dict[str, list[Choice]] = {}
     for choice in choices:
-        if choice.operation != operation:
-            continue
-        shapes[choice.backend] = shapes.get(choice.backend, 0) + 1
-        known = reasons.setdefault(choice.backend, [])
-        for name, reason in choice.refused:
-            rule = reason.partition("; got ")[0]
-            if f"not {name}: {rule}" not in known:
-                known.append(f"not {name}: {rule}")
-    parts = [
-        f"{backend} for {count} {'shape' if count == 1 else 'shapes'}"
-        + (f" ({'; '.join(reasons[backend])})" if reasons[backend] else "")
-        for backend, count in shapes.items()
-    ]
+        if choice.operation == operation:
+            by_backend.setdefault(choice.backend, []).append(choice)
+    parts = []
+    for backend, chosen in by_backend.items():
+        reasons: dict[str, str] = {}
+        for name, reason in (refused for choice in chosen for refused in choice.refused):
+            reasons.setdefault(f"{name} {reason.partition('; got ')[0]}", f"not {name}: {reason}")
+        why = f" ({'; '.join(reasons.values())})" if reasons else ""
+        parts.append(f"{backend} for {len(chosen)} {'shape' if len(chosen) == 1 else 'shapes'}{why}")
     return f"{operation}: {', '.join(parts)}" if parts else None
 
 

@@ -80,7 +80,7 @@ def many_row_options(
     Args:
       weights: all packed weights of the program.
       dtype: dtype of the activations.
-      partitioned: True if XLA partitions the program over several devices, where the Triton kernel cannot run.
+      partitioned: True if XLA partitions the products of many rows over several devices.
     """
     only_float8 = bool(weights) and not partitioned and all(_is_never_widened(weight, dtype) for weight in weights)
     return xla.FLOAT8_OPTIONS if only_float8 else {}

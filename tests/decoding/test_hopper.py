@@ -233,10 +233,12 @@ def test_a_step_copies_no_cache_and_sends_one_sum_a_sublayer(data, tensor, count
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
-def test_the_sums_of_a_step_are_kernels_which_end_no_cuda_graph():
+@pytest.mark.parametrize("packed", [None, pytest.param(IntegerFormat(Grid(4, 128)), marks=needs_triton)], ids=str)
+def test_the_sums_of_a_step_are_kernels_which_end_no_cuda_graph(packed):
     """XLA cannot record its own all-reduces in a graph, nor, by default, those of NCCL."""
     axes = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
-    program = compiled_steps(make_rules(hopper_mesh(axes)), joined=True, sums="auto")
+    changes = {**WINDOWS, "intermediate_size": 2048}
+    program = compiled_steps(make_rules(hopper_mesh(axes)), changes=changes, joined=True, sums="auto", packed=packed)
     # The embedding's rows, then one after attention and one after the MLP of each layer.
     assert program.count('custom_call_target="mosaic_gpu_v2"') == 5
     # One kernel a layer rotates the device's heads and writes their keys and values to its part of the cache.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.observe.what_ran import refuse_fallbacks
+from jaxstack.observe.what_ran import describe_backends, refuse_fallbacks
 from jaxstack.run_config import load_config
 from pallas_kernels import activated_matmul, grouped_matmul, lowering_platform, record_choices, rms_norm
 from pallas_kernels.dispatch import Backend, Choice, select
@@ -92,3 +92,18 @@ def test_a_backend_that_is_slower_here_makes_no_fallback():
 def test_the_configurations_for_gpus_refuse_fallbacks(path):
     on_gpu = "H200" in path.read_text(encoding="utf-8")
     assert load_config(path, []).observe.fail_on_fallback == on_gpu
+
+
+def test_one_line_names_the_backends_of_an_operation_and_each_rule_once():
+    choices = [
+        Choice("packed_matmul", "site", "x [8, 4]", "triton"),
+        Choice("packed_matmul", "site", "x [65, 4]", "xla", (("triton", "takes 1 to 64 rows; got 65"),)),
+        Choice("packed_matmul", "site", "x [512, 4]", "xla", (("triton", "takes 1 to 64 rows; got 512"),)),
+        Choice("packed_matmul", "site", "x [8, 2]", "xla", (("triton", "needs inputs of 128; got 2"),)),
+        Choice("norm", "site", "x [8, 4]", "reference"),
+    ]
+    assert describe_backends(choices, "packed_matmul") == (
+        "packed_matmul: triton for 1 shape, xla for 3 shapes "
+        "(not triton: takes 1 to 64 rows; got 65; not triton: needs inputs of 128; got 2)"
+    )
+    assert describe_backends(choices, "attention") is None
