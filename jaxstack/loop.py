@@ -319,7 +319,8 @@ class Loop:
         values.pop("count")
         if self.checkpoints is not None and self.checkpoints.memory is not None:
             values |= self.checkpoints.memory.figures()
-        if step == self.start + 1 and values["grad_norm"] == 0:
+        if step == self.start + 1 and values["grad_norm"] == 0 and values["loss"]:
+            # A loss of zero has no gradient either, as where all answers to each prompt got the same reward.
             self.log.say("warning: the gradient of every parameter is zero; does the loss depend on the model?")
         tokens = self.items_per_row * sizes.rows_before(step)
         self.log.log_step(step, values, tokens, self.skips.count, sizes.steps_left(step))

@@ -131,6 +131,11 @@ def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
         raise ConfigError(
             f"{asked} needs FP8 tensor cores, which {cluster.name} does not have (peak_tflops.float8); leave it out."
         )
+    if known.precision.fp8 != "none" and "fp8" not in only and cluster.peak_tflops.float8 is None:
+        notes.append(
+            f"{cluster.name} has no FP8 tensor cores: precision.fp8={known.precision.fp8} is forecast at its bfloat16 "
+            "rate"
+        )
     found = search_layouts(known, cluster, top=options.top, recipes=recipes, only=only)
     if options.policy == "tensor-first":
         fastest = found.best

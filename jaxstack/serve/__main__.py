@@ -83,7 +83,7 @@ def make_parser() -> CommandParser:
         "--recipe",
         metavar="NAME|FILE",
         help="compress the weights at loading by a recipe of jaxstack compress that needs no calibration, such as "
-        "fp8-dynamic",
+        "fp8-dynamic; those of --draft stay as they are",
     )
     return add_examples(
         parser,

@@ -50,6 +50,8 @@ def test_policy_and_recipes(file, capsys):
     assert "FP8" in capsys.readouterr().out
     assert main(["--config", str(file), "--cluster", "1 x 8 a100", "--fp8"]) == 2
     assert "FP8 tensor cores" in capsys.readouterr().err
+    assert main(["--config", str(file), "--cluster", "1 x 8 a100", "precision.fp8=current", "--top", "1"]) == 0
+    assert "A100 has no FP8 tensor cores: precision.fp8=current is forecast at its bfloat16" in capsys.readouterr().out
 
 
 def test_a_compiled_layout_that_does_not_fit_is_not_written(file, tmp_path, capsys, monkeypatch):
