@@ -281,8 +281,9 @@ class Scheduler:
         self.preemptions += 1
         self.running.remove(request)
         self._release_slot(request)
-        # With a draft model the next token must come from a decoded row, as it would have without preemption.
-        decodes = self._lag is not None and request.count > 0
+        # If all steps have drafts of a draft model, the next token must come from a decoded row, as it would have
+        # without preemption. A step without drafts could not: the device has lost the newest token.
+        decodes = self._lag is not None and self.choice is None and request.count > 0
         request.filled = 0
         request.exact = 0
         request.target = len(request.tokens) - decodes

@@ -398,6 +398,33 @@ def test_many_waiting_prompts_start_in_one_step_if_they_fill_more_than_half_of_i
 
 
 @pytest.mark.parametrize("draft", [False, True])
+def test_preempted_requests_go_on_without_drafts(make_engine, draft):
+    """In the slot of another, of which the device has the newest token."""
+    for prefix in range(V):
+        engine = make_engine(EngineConfig(slots=2, page_size=4, pages=10, chunk=16, draft_tokens=3), draft)
+        prompts = [[prefix] * 7, [1, 2] * 3]
+        handles = [engine.submit(prompt, 30) for prompt in prompts]
+        while engine.step():
+            pass
+        assert [handle.result() for handle in handles] == [answer(prompt, 30, None) for prompt in prompts]
+        assert engine.scheduler.preemptions > 0 and engine.stats.draft_steps == 0
+
+
+def test_a_draft_model_computes_what_shared_pages_lack_of_its_cache(make_engine):
+    """Those of an answer without drafts; `SimulatedDraft` looks whether it has all tokens when it guesses."""
+    engine = make_engine(EngineConfig(slots=1, page_size=4, pages=40, chunk=16, draft_tokens=3), draft=True)
+    prompt = [1] * 9
+    for drafts in (False, True):
+        engine.scheduler.choice = ScriptedChoice([drafts])
+        handle = engine.submit(prompt, 12)
+        while engine.step():
+            pass
+        assert handle.result() == answer(prompt, 12, None)
+        prompt = [*prompt, *handle.result(), 2]
+    assert handle.cached_tokens >= 16 and engine.stats.draft_tokens > 0
+
+
+@pytest.mark.parametrize("draft", [False, True])
 def test_requests_with_drafts_are_decoded_in_the_same_steps(make_engine, draft):
     """Each step gives every running request a token at least, though their prompts were computed in different steps."""
     config = EngineConfig(slots=4, pages=40, page_size=4, chunk=16, draft_tokens=3, drafts="always")
