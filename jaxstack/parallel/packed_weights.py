@@ -140,9 +140,11 @@ def _split_dims(weight: PackedWeight, spec: jax.P, transposed: bool = False) -> 
 
 
 def _part_sizes(weight: PackedWeight, split: Mapping[str, Any], mesh: Mesh | AbstractMesh) -> tuple[int, int]:
-    """Return the numbers of outputs and of inputs that each device stores."""
-    outputs, inputs = math.prod(weight.outputs), math.prod(weight.inputs)
-    return outputs // _degree(mesh, split["out"]), inputs // _degree(mesh, split["in"])
+    """Return the numbers of outputs and of inputs that each device stores; 0 for a dim that is not split."""
+    sizes = {"out": math.prod(weight.outputs), "in": math.prod(weight.inputs)}
+    degrees = {dim: _degree(mesh, axes) for dim, axes in split.items()}
+    outputs, inputs = (sizes[dim] // degrees[dim] if degrees[dim] > 1 else 0 for dim in ("out", "in"))
+    return outputs, inputs
 
 
 def _padded(spec: jax.P, ndim: int) -> tuple[Any, ...]:

@@ -77,7 +77,8 @@ class PackedWeight:
     def divisible(self, outputs: int, inputs: int) -> "PackedWeight":
         """Return the same weight, with scales repeated where parts of `outputs` x `inputs` values need their own.
 
-        Parts, such as the shards of several devices, may then end within a group or block that had one scale.
+        Parts, such as the shards of several devices, may then end within a group or block that had one scale. 0 stands
+        for a dim that has no parts; its last block may be smaller than the others.
         """
         unit = self.format.unit(self.arrays)
         smaller = math.gcd(unit[0], outputs), math.gcd(unit[1], inputs)

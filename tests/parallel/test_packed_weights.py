@@ -10,7 +10,7 @@ import pytest
 from jaxstack.parallel import ParallelConfig, StepLayout, logical_axis_rules, make_mesh, make_rules, packed_product
 from jaxstack.parallel.packed_weights import place_packed
 from pallas_kernels import Choice, Grid, PackedWeight, lowering_platform, record_choices
-from pallas_kernels.weight_only.formats import RoundedInputFloat8Format
+from pallas_kernels.weight_only.formats import Float8Format, RoundedInputFloat8Format
 from pallas_kernels.weight_only.packed import device_bytes, pack_float8, pack_lookup, pack_nearest
 from tests.pallas_kernels.triton_interpreter import needs_triton
 
@@ -30,6 +30,9 @@ def pack(kind: str) -> PackedWeight:
     if kind == "nf4":
         indices = jnp.asarray(np.random.default_rng(0).integers(0, 16, W.shape))
         return pack_lookup(4, indices, W.reshape(24, 16)[:1], scales=W[:, :4])
+    if kind == "fp8-blocks":
+        scales = jnp.asarray([[0.5, 2], [3, 1]])  # of 8 x 24, the last ones smaller
+        return PackedWeight({"q": W.astype(jnp.float8_e4m3fn), "scales": scales}, Float8Format(8, 24), (IN,), (OUT,))
     if kind.startswith("fp8"):
         return pack_float8(W, jnp.abs(W[:, :1]), round_inputs=kind == "fp8-dynamic")
     return pack_nearest(Grid(8), W, round_inputs=kind == "w8a8")
@@ -70,7 +73,7 @@ def packed_choices(choices: list[Choice]) -> list[Choice]:
 
 @pytest.mark.parametrize(("data", "tensor"), [(1, 2), (2, 2)])
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("kind", [*BY_PARTS, *BY_XLA])
+@pytest.mark.parametrize("kind", [*BY_PARTS, "fp8-blocks", *BY_XLA])
 def test_products_are_those_of_one_device(kind, layer, data, tensor):
     names, inputs, outputs = LAYERS[layer]
     weight = pack(kind).with_dims(inputs, outputs)
@@ -82,7 +85,7 @@ def test_products_are_those_of_one_device(kind, layer, data, tensor):
         found = multiply_jitted(x, placed, on, names)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     cut = (OUT, IN // tensor) if layer in ("row", "from_heads") else (OUT // tensor, IN)
-    count, (rows_out, rows_in) = (10 // data, cut) if kind in BY_PARTS else (10, (OUT, IN))
+    count, (rows_out, rows_in) = (10, (OUT, IN)) if kind in BY_XLA else (10 // data, cut)
     (choice,) = packed_choices(choices)
     assert f"x [{count}, {rows_in}]" in choice.call and f"[{rows_out}, {rows_in}] on cpu" in choice.call
 
@@ -107,6 +110,16 @@ def test_a_group_that_a_part_would_cut_is_stored_as_smaller_groups():
     placed = place(weight, rules(tensor=2), names)
     assert placed.arrays["scales"].shape == (OUT, 6) and placed.format.unit(placed.arrays) == (1, 8)
     np.testing.assert_array_equal(placed.matrix(), weight.matrix())
+
+
+@pytest.mark.parametrize(("layer", "blocks"), [("column", (6, 2)), ("row", (2, 4)), (None, (2, 2))])
+def test_blocks_stay_whole_along_dims_that_are_not_split(layer, blocks):
+    """Blocks of 8 x 24, of which the last ones are smaller; parts are 6 outputs or 16 inputs."""
+    weight = pack("fp8-blocks")
+    names = LAYERS[layer or "column"][0]
+    placed = place(weight, rules(tensor=1 if layer is None else 2), names)
+    np.testing.assert_array_equal(placed.matrix(), weight.matrix())
+    assert placed.arrays["scales"].shape == blocks
 
 
 def test_gradients_are_those_of_one_device():
