@@ -11,7 +11,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 _TRIAL = 32
-"""Measured steps of a trial: they decide between the two kinds, so that chance must not."""
+"""Measured steps of a whole trial: they decide between the two kinds, so that chance must not."""
+_FEW = 8
+_HOPELESS = 2.0
+"""Measured steps after which a trial ends if a token takes this many times as long."""
 _LONGEST = 4 * _TRIAL
 """Steps after which a trial ends though fewer than these could be measured."""
 _MEMORY = 128
@@ -95,9 +98,12 @@ class _Size:
         if steady:
             kind.add(seconds / steps, steps, tokens)
         if self._trial is not None:
-            # Of what is not measured all time counts, such as that of tokens that a draft model had to catch up with.
-            self._trial.add(tokens * kind.seconds if steady else seconds, steps, tokens, steady=steady)
-            if self._trial.ended:
+            # Of what is not measured all time counts, such as that of tokens that a draft model had to catch up with;
+            # but not in the first trial, where programs may be compiled.
+            counted = tokens * kind.seconds if steady else seconds * (self._trials > 0)
+            self._trial.add(counted, steps, tokens, steady=steady)
+            hopeless = self._trial.measured >= _FEW and kind.seconds > _HOPELESS * self._kinds[self._best].seconds
+            if hopeless or self._trial.ended:
                 self._end_trial(self._trial)
         elif self._kinds[False].known:
             self._best = self._drafts_are_faster
@@ -111,9 +117,8 @@ class _Size:
         return kinds[True].known and kinds[True].seconds < kinds[False].seconds
 
     def _end_trial(self, trial: "_Trial") -> None:
-        """Count what a trial lost, unless it was the first one, whose time may include compilations."""
-        if self._trials:
-            self._lost += max(trial.seconds - trial.tokens * self._kinds[self._best].seconds, _LEAST * trial.seconds)
+        """Count what a trial lost, and choose anew."""
+        self._lost += max(trial.seconds - trial.tokens * self._kinds[self._best].seconds, _LEAST * trial.seconds)
         self._trials += 1
         self._trial = None
         self._best = self._drafts_are_faster
@@ -150,25 +155,30 @@ class _Kind:
 
 
 class _Trial:
-    """Steps of the kind that is not used otherwise, to measure it."""
+    """Steps of the kind that is not used otherwise, to measure it.
+
+    Attributes:
+      seconds, tokens: duration, and tokens of a row.
+      measured: number of measured steps.
+    """
 
     def __init__(self):
         self.seconds = 0.0
         self.tokens = 0.0
         self._steps = 0
-        self._measured = 0
+        self.measured = 0
 
     def add(self, seconds: float, steps: int, tokens: float, *, steady: bool) -> None:
         """Add a step, see `_Size.add`."""
         self.seconds += seconds
         self.tokens += tokens
         self._steps += steps
-        self._measured += steps * steady
+        self.measured += steps * steady
 
     @property
     def ended(self) -> bool:
         """True if enough steps were measured, or too few of them can be."""
-        return self._measured >= _TRIAL or self._steps >= _LONGEST
+        return self.measured >= _TRIAL or self._steps >= _LONGEST
 
 
 def _size(rows: int) -> int:

@@ -73,19 +73,16 @@ class Machine:
 @given(
     drafted=st.floats(0.5, 20),
     tokens=st.floats(1, 5),
-    noise=st.sampled_from([0, 0.3]),
+    noise=st.sampled_from([0, 0.1]),
     rows=st.sampled_from([1, 3, 8, 100]),
 )
 def test_trials_cost_little_whatever_is_faster(drafted, tokens, noise, rows):
     machine = Machine(0.001, 0.001 * drafted, tokens, noise)
-    machine.run(1000, rows)
-    began = machine.seconds
     machine.run(20_000, rows)
-    without = 20_000 * 0.001 * (1 + noise)
-    took = (machine.seconds - began) / without
-    assert took < 1.03
+    took = machine.seconds / (20_000 * 0.001 * (1 + noise))
+    assert took < 1.04
     if drafted / tokens < 0.8:  # clearly faster
-        assert took < 1.03 * drafted / tokens
+        assert took < 1.04 * drafted / tokens
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 4.0), (4.0, 1.0)])
@@ -232,7 +229,7 @@ def machine_of(engine: Engine, seconds: dict[bool, float]) -> None:
 @pytest.mark.longer
 @pytest.mark.parametrize("right", [False, True])
 def test_drafts_that_never_hit_are_switched_off_and_those_that_do_stay(right, monkeypatch):
-    """On a clock that steps with drafts advance twice as far as others."""
+    """On a clock that steps with drafts advance three times as far as others."""
     decoder = open_tiny()
     prompt = [1, 2, 3]
     whole = expected(decoder, prompt, 200)
@@ -244,7 +241,7 @@ def test_drafts_that_never_hit_are_switched_off_and_those_that_do_stay(right, mo
     monkeypatch.setattr(Request, "draft_by_ngram", guess)
     config = EngineConfig(slots=1, page_size=4, chunk=16, draft_tokens=3)
     with Engine(decoder, config, warm_up=False) as engine:
-        machine_of(engine, {False: 0.001, True: 0.002})
+        machine_of(engine, {False: 0.001, True: 0.003})
         stats = engine.stats
         shares = []
         for _ in range(4):
@@ -252,5 +249,5 @@ def test_drafts_that_never_hit_are_switched_off_and_those_that_do_stay(right, mo
             assert engine.submit(prompt, 200, GREEDY).result() == whole
             shares.append((stats.draft_steps - before) / 200)
         assert shares[0] > 0, "drafts are tried"
-        assert shares[-1] > 0.2 if right else shares[-1] == 0
+        assert shares[-1] > 0.2 if right else sum(shares[1:]) == 0
         assert stats.accepted_tokens == (stats.draft_tokens if right else 0)
