@@ -48,6 +48,7 @@ def run_steps(
         "data.sources=[{path: synthetic}]", f"train.steps={steps}", "train.eval_every_steps=null",
         "checkpoint.every_steps=1000000", "observe.log_every=1", "observe.trackers=[jsonl]", *overrides,
     ]  # fmt: skip
+    print(f"{name}: {processes} x {' '.join(command[6:])}", file=sys.stderr, flush=True)
     variables = {**os.environ, **(environment or {})}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
     lines = []

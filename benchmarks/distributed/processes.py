@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.arguments import positive
 from benchmarks.launched import run_steps
-from benchmarks.rows import append_rows, print_table
+from benchmarks.rows import append_rows, print_table, require_commit
 
 COLUMNS = ("work", "variant", "processes", "step_seconds", "median_step_seconds", "relative_speed")
 NCCL = "several, NCCL's kernels"
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run")
     args = parser.parse_intermixed_args()
+    require_commit("processes")
     rows = []
     for _ in range(args.turns):
         one = None

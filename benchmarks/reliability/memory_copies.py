@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.launched import run_steps
-from benchmarks.rows import append_rows, print_table
+from benchmarks.rows import append_rows, print_table, require_commit
 
 COLUMNS = ("work", "processes", "interval", "step_seconds", "slowest_step_seconds", "copy_gib", "cost")
 
@@ -49,16 +49,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1, help="runs of each kind")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run")
     args = parser.parse_intermixed_args()
+    require_commit("memory_copies")
     args.warm_up = args.interval if args.warm_up is None else args.warm_up
     rows = []
     for _ in range(args.turns):
         with tempfile.TemporaryDirectory() as folder:
-            without = train(args, Path(folder), 0)
-            with_copies = train(args, Path(folder), args.interval)
-        with_copies["cost"] = with_copies["step_seconds"] / without["step_seconds"] - 1
-        for row in (without, with_copies):
-            rows.append(row)
-            append_rows("memory_copies", [{"implementation": "jaxstack", **row}])
+            for interval in (0, args.interval):
+                row = train(args, Path(folder), interval)
+                if interval:
+                    row["cost"] = row["step_seconds"] / rows[-1]["step_seconds"] - 1
+                rows.append(row)
+                append_rows("memory_copies", [{"implementation": "jaxstack", **row}])
     print_table(rows, COLUMNS)
 
 
