@@ -80,7 +80,8 @@ def packed_product(
     inner = context.within(rules.free)
     spec = rules.parameter_spec(names, weight.shape)
     split = _split_dims(weight, spec)
-    outputs, inputs = weight.outputs, weight.inputs
+    outputs = weight.outputs
+    inputs = weight.inputs
     if split["out"]:
         outputs = outputs[0] // rules.mesh.shape[AXIS], *outputs[1:]
     if split["in"]:

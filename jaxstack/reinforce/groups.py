@@ -152,6 +152,7 @@ class Sampled:
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std(1, ddof=min(1, self.samples - 1)).mean()),
             "useful_groups": float(np.mean(np.ptp(rewards, axis=1) > 0)),
+            "failed_rewards": float(np.mean([result.error is not None for result in self.results])),
             **means(answer_values(self.answers)),
             "rollout_seconds": self.rollout_seconds,
             "reward_seconds": self.reward_seconds,

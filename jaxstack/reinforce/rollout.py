@@ -422,7 +422,7 @@ class Rollouts:
             ]
         )
         errors = [result.error for result in found]
-        self._warn(errors, prompts, answers, "answers have no reward, which counts as 0")
+        self._warn(errors, prompts, answers, "answers have a reward that failed, which counts as 0")
         if not self._told:  # later ones are in the metrics
             failures = [answer.failures[0] if answer.failures else None for answer in answers]
             self._told = any(failures)

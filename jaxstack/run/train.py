@@ -122,9 +122,12 @@ class Task:
         return {**found, "describe_evaluation": self._baselines.describe}
 
     def summarize(self, config: RunConfig, values: Mapping[str, float], say: Callable[[str], None]) -> None:
-        """Report the result of a run, and the command that generates text."""
+        """Report the result of a run, and the command that generates text or, for a reward model, how to score it."""
         if self._baselines is not None:
             _compare_with_compressors(values, self._baselines, say)
+        if config.preference.loss == "reward_model":
+            say(f"next: jaxstack.run.load.load_reward_model({str(config.directory)!r}) gives rewards to texts")
+            return
         chats = all(is_chat(source) for source in config.data.sources) and config.data.chat.template != "none"
         prompt = '--chat --prompt "..."' if chats else '--prompt "def "'
         say(f"next: python -m jaxstack.generate --run {shlex.quote(str(config.directory))} {prompt}")

@@ -246,7 +246,7 @@ def test_an_environment_answers_and_rewards(tokenizer, folder):
     assert [result.total for result in results] == [1.0, 0.5, 0.0, 0.0, 0.0]
     assert "step returns an observation, a reward and if it is done" in str(results[3].error)
     assert "KeyError: 'secret'" in str(results[4].error)
-    assert "2 of 5 answers have no reward" in SAID[-2] and "2 of 5 answers have calls" in SAID[-1]
+    assert "2 of 5 answers have a reward that failed" in SAID[-2] and "2 of 5 answers have calls" in SAID[-1]
     environment.close()
 
 

@@ -106,7 +106,7 @@ class Part(NamedTuple):
     before: dict[str, jax.Array]
     """All its parameters, float32."""
     changed: dict[str, PackedWeight | jax.Array]
-    """Those that were changed, as in `LayerwiseResult.weights`."""
+    """The parameters that were changed, as in `LayerwiseResult.weights`."""
 
 
 Read: TypeAlias = Callable[[str], Any]
