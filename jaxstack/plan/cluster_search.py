@@ -8,19 +8,14 @@ from jaxstack.config.loader import dump_yaml
 from jaxstack.cost_model.cluster import parse_cluster
 from jaxstack.cost_model.forecast import CHINCHILLA_TOKENS, Forecast, TrainingBudget, compute_optimal, training_budget
 from jaxstack.cost_model.layouts import parse_restrictions
-from jaxstack.cost_model.search import (
-    SearchResult,
-    describe_degrees,
-    faster_part,
-    search_layouts,
-    tensor_first_layout,
-)
+from jaxstack.cost_model.search import SearchResult, describe_degrees, faster_part, search_layouts
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import write_file
 from jaxstack.models import count_parameters, model_flops_per_token
 from jaxstack.observe.number_format import byte_size, short_number
 from jaxstack.parallel.config import AXES
 from jaxstack.plan.rehearsal import Rehearsal, rehearse, resolve_vocabulary
+from jaxstack.plan.tensor_first import tensor_first_layout
 from jaxstack.run_config import RunConfig, load_config
 
 FP8_RECIPES = ("none", "delayed", "current")

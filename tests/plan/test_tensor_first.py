@@ -7,10 +7,10 @@ import pytest
 
 from jaxstack.cost_model.cluster import Cluster, parse_cluster
 from jaxstack.cost_model.layouts import parse_restrictions
-from jaxstack.cost_model.search import tensor_first, tensor_first_layout
 from jaxstack.errors import ConfigError
 from jaxstack.models import count_parameters
 from jaxstack.plan.__main__ import main
+from jaxstack.plan.tensor_first import tensor_first, tensor_first_layout
 from jaxstack.run_config import load_config
 
 TABLE = json.loads((Path(__file__).parent / "data" / "megatron_table1.json").read_text())["rows"]
