@@ -5,6 +5,7 @@ import ctypes
 import functools
 import importlib.metadata
 import itertools
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -187,7 +188,8 @@ def nccl_version() -> tuple[int, ...]:
     """Return the version of the NCCL that is loaded or installed, such as (2, 29, 7); () if there is none."""
     with contextlib.suppress(OSError, AttributeError):
         found = ctypes.c_int()
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+        # Loading one here would decide which of several installed ones XLA gets.
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(found))
         return found.value // 10_000, found.value // 100 % 100, found.value % 100
     for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
