@@ -30,6 +30,7 @@ from jaxstack.cost_model.forecast import LayoutModel
 from jaxstack.cost_model.layouts import LayoutTable, layout_table_of
 from jaxstack.cost_model.model_shape import model_shape
 from jaxstack.cost_model.step_time import LOGIT_PASSES, SMALL_DIM
+from jaxstack.run.setting import with_training_layout
 from jaxstack.run_config import load_config
 
 Row = dict[str, Any]
@@ -81,9 +82,9 @@ def measured_steps(scripts: Sequence[str]) -> list[tuple[str, Row]]:
 def open_row(row: Row) -> tuple[LayoutModel, LayoutTable]:
     """Return the planner's model of the run that a row measured, and its layout."""
     overrides = [o for o in row["overrides"] if not o.startswith("xla_") and "simulate_devices" not in o]
-    config = load_config(None, overrides, report=lambda _: None)
     cluster = cluster_of_devices(row["device"], row["devices"], one_host=True)
     assert cluster is not None
+    config = with_training_layout(load_config(None, overrides, report=lambda _: None), row["devices"], cluster)
     return LayoutModel(config, cluster), layout_table_of(config)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/training/train_step.py "gpt2-124m bf16" "llama3-1b bf16"
     python benchmarks/training/train_step.py "llama3-1b bf16" --variants unrolled --peers torch torchtitan maxtext
-    python benchmarks/training/train_step.py "llama3-8b fsdp4 bf16" --variants "unrolled, gathered once" --together
+    python benchmarks/training/train_step.py "llama3-8b fsdp2 bf16" --variants "unrolled, gathered once" --together
     python benchmarks/training/train_step.py "gpt2-124m bf16" --tiny  # a tiny model on simulated CPU devices
 
 Every measurement runs in a process of its own, so that no framework holds memory while another runs, and lasts
@@ -49,20 +49,25 @@ def context_work(devices: int, tokens: int = 16384, layers: int | None = None) -
     ]  # fmt: skip
 
 
-WORKS = dict([tensor_work(4), context_work(4)]) | {
+def fsdp_work(devices: int, *settings: str, rows: int = 1) -> list[str]:
+    """Return the configuration of llama3-8b with FSDP, `rows` sequences of 8192 tokens a device."""
+    return [
+        "model.preset=llama3-8b", f"parallel.fsdp={devices}", f"train.global_batch_size={rows * devices}",
+        "train.sequence_length=8192", *settings,
+    ]  # fmt: skip
+
+
+WORKS = dict([tensor_work(4), context_work(4), context_work(2, 32768)]) | {
     "gpt2-124m bf16": ["model.preset=gpt2-124m", "train.global_batch_size=64", "train.sequence_length=1024"],
     "gpt2-350m bf16": ["model.preset=gpt2-350m", "train.global_batch_size=32", "train.sequence_length=1024"],
     "llama3-1b bf16": ["model.preset=llama3-1b", "train.global_batch_size=4", "train.sequence_length=8192"],
     "llama3-1b fp8": [
         "model.preset=llama3-1b", "train.global_batch_size=4", "train.sequence_length=8192", "precision.fp8=current",
     ],
-    "llama3-8b fsdp4 bf16": [
-        "model.preset=llama3-8b", "parallel.fsdp=4", "train.global_batch_size=4", "train.sequence_length=8192",
-    ],
-    "llama3-8b fsdp4 fp8": [
-        "model.preset=llama3-8b", "parallel.fsdp=4", "train.global_batch_size=8", "train.sequence_length=8192",
-        "precision.fp8=current",
-    ],
+    "llama3-8b fsdp4 bf16": fsdp_work(4),
+    "llama3-8b fsdp4 fp8": fsdp_work(4, "precision.fp8=current", rows=2),
+    "llama3-8b fsdp2 bf16": fsdp_work(2),
+    "llama3-8b fsdp2 fp8": fsdp_work(2, "precision.fp8=current"),
     "qwen3-30b-a3b of 6 layers bf16": [
         "model.preset=qwen3-30b-a3b", "model.num_layers=6", "train.global_batch_size=4", "train.sequence_length=4096",
     ],
@@ -117,8 +122,8 @@ SCANNED = "model.scan_layers=true"
 BFLOAT16_SUMS = ("precision.reduce=bfloat16", "parallel.copy_engines=never")
 """Reduction by NCCL in bfloat16. The copy engines reduce in float32 at the same cost."""
 ALL_LAYERS = "precision.fp8_rules=[{path: _proj, fp8: true}]"
-WHOLE = ("parallel.fsdp=1", "parallel.data=4", "parallel.zero=2")
-"""In place of `fsdp: 4`: each device all-gathers the weights once a step and keeps a bfloat16 copy until its end."""
+WHOLE = ("parallel.fsdp=1", "parallel.data=-1", "parallel.zero=2")
+"""In place of `fsdp`: each device all-gathers the weights once a step and keeps a bfloat16 copy until its end."""
 VARIANTS = {
     "unrolled": [UNROLLED],
     "scanned": [SCANNED],

@@ -32,11 +32,14 @@ WORKS = {
     "deepseek-v2-lite of 4 layers fp8": "DeepSeek V2 Lite, 4 layers, FP8",
     "gpt-oss-20b of 2 layers bf16": "gpt-oss 20B, 2 layers",
     "gpt-oss-20b of 2 layers fp8": "gpt-oss 20B, 2 layers, FP8",
+    "llama3-8b fsdp2 bf16": "Llama 8B, bfloat16, FSDP",
     "llama3-8b fsdp4 bf16": "Llama 8B, bfloat16, FSDP",
+    "llama3-8b fsdp2 fp8": "Llama 8B, FP8, FSDP",
     "llama3-8b fsdp4 fp8": "Llama 8B, FP8, FSDP",
+    "llama3-8b context2 65536 bf16": "Llama 8B, 65,536 tokens",
     "llama3-8b context4 65536 bf16": "Llama 8B, 65,536 tokens",
 }
-"""Name of a main work in the rows -> title on the page."""
+"""Name of a main work in the rows -> title on the page, the same for every number of GPUs."""
 GOALS = {
     "gpt2-124m bf16": 1.25,
     "llama3-1b bf16": 1.20,
@@ -46,8 +49,11 @@ GOALS = {
     "deepseek-v2-lite of 4 layers fp8": 1.30,
     "gpt-oss-20b of 2 layers bf16": 1.30,
     "gpt-oss-20b of 2 layers fp8": 1.30,
+    "llama3-8b fsdp2 bf16": 1.15,
     "llama3-8b fsdp4 bf16": 1.15,
+    "llama3-8b fsdp2 fp8": 1.25,
     "llama3-8b fsdp4 fp8": 1.25,
+    "llama3-8b context2 65536 bf16": 1.45,
     "llama3-8b context4 65536 bf16": 1.45,
 }
 """Name of a main work -> the ratio to the fastest peer that the project aims for."""
@@ -76,8 +82,8 @@ SPEED = """\
 READING = """\
 
 - **tokens/s** are those of one GPU, with random tokens, AdamW, float32 weights and clipping by the global norm.
-- **peer** is the fastest other implementation in the same run: it took turns with jaxstack on the same GPU. A dash
-  means that no peer was measured in that run.
+- **peer** is the fastest other implementation in the same run: it took turns with jaxstack on the same GPUs. A
+  dash means that no peer was measured in that run.
 - **goal** is the ratio that the project aims for.
 - **of the limit** is the speed as a share of that of an ideal step: every matmul and attention at the fastest rate
   measured on the device, and nothing else takes time (`benchmarks/planning/device.py`).
@@ -377,9 +383,10 @@ def speed_chart(found: Sequence[Comparison]) -> str:
             continue
         ours = Bar("jaxstack", [(one.ratio, "first")], f"{one.ratio:.2f}×  {one.ours[RATE]:,.0f} tokens/s")
         peer = Bar(short_name(one.peer), [(1.0, "soft")], f"{one.peer[RATE]:,.0f} tokens/s")
-        groups.append(Group(WORKS[one.work], [ours, peer]))
+        devices = one.ours["devices"]
+        groups.append(Group(WORKS[one.work] + f", {devices} GPUs" * (devices > 1), [ours, peer]))
     device = sorted({device_name(one.ours) for one in found if one.peer})
-    note = f"Tokens per second relative to the fastest peer in the same run, on one {' or '.join(device)}"
+    note = f"Tokens per second of a GPU relative to the fastest peer in the same run, on {' or '.join(device)}"
     return draw_bars(groups, "Training speed", note)
 
 

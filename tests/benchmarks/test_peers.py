@@ -64,6 +64,23 @@ def test_torchtitan_runs_the_same_work():
         torchtitan_step.arguments_of(config_of("gpt2-124m bf16"))
 
 
+@pytest.mark.parametrize(
+    ("work", "recompute", "rows", "context"),
+    [
+        ("llama3-8b fsdp2 bf16", "none", "1", "1"),
+        ("llama3-8b fsdp2 fp8", "none", "1", "1"),
+        ("llama3-8b context2 65536 bf16", "full", "1", "2"),
+    ],
+)
+def test_torchtitan_runs_the_same_work_on_two_gpus(work, recompute, rows, context):
+    arguments = torchtitan_step.arguments_of(config_of(work))
+    settings = settings_of(arguments)
+    assert settings["activation_checkpoint.mode"] == recompute and settings["training.local_batch_size"] == rows
+    assert settings["parallelism.data_parallel_shard_degree"] == "-1"
+    assert settings["parallelism.context_parallel_degree"] == context
+    assert ("--quantize.linear.float8.enable_fsdp_float8_all_gather" in arguments) == ("fp8" in work)
+
+
 def test_torchtitan_has_a_mixture_of_the_same_shape():
     family, sizes = torchtitan_step.model_arguments(config_of("qwen3-30b-a3b of 6 layers bf16").model)
     assert family == "qwen3" and sizes["n_layers"] == 6 and sizes["moe_inter_dim"] == 768 and sizes["head_dim"] == 128

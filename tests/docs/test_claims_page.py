@@ -102,3 +102,21 @@ def test_a_row_older_than_the_code_that_it_measures_is_marked(repository):
     assert mark() == f" {MARK}"
     assert claims.mark(result(None)) == f" {MARK}"  # its commit is unknown
     assert f"2.0 times {MARK}" in claims.claims_table([make_claim("met", results=[found])])
+
+
+def test_a_main_workload_is_shown_with_the_most_gpus_that_have_a_peer(monkeypatch):
+    common = {"date": "2026-11-28", "command": "python x.py", "commit": "0" * 40, "device": "x", "run": "one"}
+
+    def rows_of(devices: int, **speeds: float) -> list[dict[str, Any]]:
+        found = {"work": f"llama3-8b fsdp{devices} bf16", "devices": devices, **common}
+        return [{**found, "implementation": i, claims.performance.RATE: speed} for i, speed in speeds.items()]
+
+    rows = [*rows_of(2, jaxstack=120.0, torchtitan=100.0), *rows_of(4, jaxstack=90.0)]
+    monkeypatch.setattr(claims, "read_all", lambda path: rows)
+    titles = {claim.technique: claim for claim in claims._workloads()}
+    assert len(titles) == len(set(claims.performance.WORKS.values()))
+    shown = titles["Llama 8B, bfloat16, FSDP"]
+    assert (shown.verdict, shown.results[0].shown) == ("met", "1.20 on 2 GPUs")
+    rows += rows_of(4, torchtitan=100.0)
+    again = next(claim for claim in claims._workloads() if claim.technique == shown.technique)
+    assert (again.verdict, again.results[0].shown) == ("missed", "0.90 on 4 GPUs")
