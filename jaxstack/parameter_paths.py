@@ -42,6 +42,13 @@ def flatten(
     return flat
 
 
+def split_paths(tree: Mapping[str, Any], wanted: Callable[[str], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split nested dicts into (the leaves for whose path, such as `a/b/0`, `wanted` returns True, the others)."""
+    flat = flatten(tree)
+    others = {path: flat.pop(path) for path in list(flat) if not wanted("/".join(path))}
+    return nest(flat.items()), nest(others.items())
+
+
 def get(tree: Mapping[str, Any], path: str) -> Any:
     """Return the leaf or branch of nested dicts at a path of keys joined by `/`."""
     branch: Any = tree

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxstack.module_arrays.module import ModuleArrays
+from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.parallel.rules import AxisRules, state_spec
-from jaxstack.parameter_paths import flatten, nest
 from jaxstack.resilience.skipped_steps import StepHistory
 
 
@@ -57,11 +56,11 @@ def with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def start_shapes(module: ModuleArrays, rules: AxisRules, zero: int = 0) -> tuple[Any, dict[str, Any]]:
-    """Return shapes, dtypes and shardings of a run's initial parameters, and of those of the module's companions.
+def start_shapes(module: ModuleArrays, rules: AxisRules, zero: int = 0) -> tuple[Dict, Dict]:
+    """Return shapes, dtypes and shardings of a run's initial parameters, and of those that no checkpoint holds.
 
-    The first are those that a step computes with, in the order of checkpoints, without adapters, a reward head, and
-    weights that views hold as companions; the second are {name: parameters}. Arguments as in `state_shardings`.
+    Both are what a step computes with, in the order of checkpoints; the first are without adapters and a reward head.
+    Arguments as in `state_shardings`.
     """
     used = module.used.plain
     shardings = jax.tree.map(rules.sharding, used.parameter_specs(rules, zero))
@@ -69,10 +68,8 @@ def start_shapes(module: ModuleArrays, rules: AxisRules, zero: int = 0) -> tuple
     def shape(x, s):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
 
-    own, companions = module.split_companions(jax.tree.map(shape, used.abstract_params, shardings))
-    loaded = {path for view in module.views if view.companions for path in view.paths}
-    own = nest(item for item in flatten(module.split_added(own)[0]).items() if "/".join(item[0]) not in loaded)
-    return own, companions
+    saved, unsaved = module.split_saved(jax.tree.map(shape, used.abstract_params, shardings))
+    return module.split_added(saved)[0], unsaved
 
 
 def state_shardings(

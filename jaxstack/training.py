@@ -19,7 +19,7 @@ from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, peek
 from jaxstack.data.device_batches import BatchPlacement, abstract_batch, check_rows
 from jaxstack.evaluation import Evaluator, HeldOutData, check_held_out
 from jaxstack.loss import Loss, LossFunction
-from jaxstack.module_arrays.module import Dict, ModuleArrays, NNXFactory, make_arrays
+from jaxstack.module_arrays.module import Dict, ModuleArrays, NNXFactory
 from jaxstack.module_arrays.pipeline_order import PipelineOrder
 from jaxstack.module_arrays.views import with_views
 from jaxstack.optim.base import Optimizer, StepOptimizer
@@ -87,12 +87,12 @@ class StepWrapper:
         """Convert the train state to the form in checkpoints, the same for every parallel layout."""
         module = trainer.module
         if module.stores_plain:
-            return state._replace(params=module.split_companions(state.params)[0])
+            return state._replace(params=module.split_saved(state.params)[0])
         to_plain = functools.partial(module.to_plain, wanted=abstract_state(module.plain, trainer.optimizer))
         return jax.jit(to_plain, out_shardings=self._stored_shardings(trainer))(state)
 
     def load(self, trainer: "Training", state: TrainState) -> TrainState:
-        """Convert a train state from the form in checkpoints to that in which it is trained, without companions."""
+        """Convert a train state from the form in checkpoints to that of training, without what no checkpoint holds."""
         module = trainer.module
         if module.stores_plain:
             return state
@@ -103,7 +103,7 @@ class StepWrapper:
         """Return shapes, dtypes and shardings of the train state in the form in checkpoints."""
         module = trainer.module
         shapes = with_shardings(abstract_state(module.plain, trainer.optimizer), self._stored_shardings(trainer))
-        return shapes._replace(params=module.split_companions(shapes.params)[0])
+        return shapes._replace(params=module.split_saved(shapes.params)[0])
 
     def _stored_shardings(self, trainer: "Training") -> TrainState:
         return state_shardings(trainer.module.plain, trainer.optimizer, trainer.rules, trainer.steps.layout.zero)
@@ -168,9 +168,8 @@ class Training:
         self.rules = layout.rules_on(cast(Mesh, make_mesh() if mesh is None else with_all_axes(mesh)))
         self.placement = BatchPlacement(self.rules)
         self.pipeline = layout.pipeline or self._default_pipeline()
-        self.module: ModuleArrays = make_arrays(module)
-        if self.pipeline is not None:
-            self.module = with_views(self.module, [PipelineOrder(self.pipeline.stages, self.pipeline.chunks)])
+        order = [] if self.pipeline is None else [PipelineOrder(self.pipeline.stages, self.pipeline.chunks)]
+        self.module: ModuleArrays = with_views(module, order)
         self.learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None = None
         self.wrapper = optimizer if isinstance(optimizer, StepWrapper) else StepWrapper(optimizer)
         optimizer = self.wrapper.optimizer
@@ -200,7 +199,7 @@ class Training:
         check_held_out(eval_data)
         self._eval_data = data if eval_data is None and isinstance(data, HeldOutData) else eval_data
         self._state: TrainState | None = None
-        self._companions: Dict = {}
+        self._unsaved: Dict = {}
 
     @functools.cached_property
     def evaluator(self) -> Evaluator:
@@ -253,13 +252,13 @@ class Training:
 
             create = jax.jit(create, out_shardings=self.shardings)
             state = create(jax.random.key(self.seed))
-            self._state = state = state._replace(params={**state.params, **self._companions})
-            self._companions = {}
+            self._state = state = state._replace(params=self.module.join(state.params, self._unsaved))
+            self._unsaved = {}
         return state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state = self._with_companions(state)
+        self._state = self._with_unsaved(state)
         self.wrapper.state_is_replaced()
 
     def start_from(self, params: Dict) -> None:
@@ -268,7 +267,7 @@ class Training:
         Args:
           params: as `start_shapes` describes; the parameters of adapters are initialized.
         """
-        params = {**params, **self._take_companions()}
+        params = self.module.join(params, self._take_unsaved())
 
         def create(key: jax.Array, params: Dict) -> TrainState:
             params = self.module.complete(self.module.store(params), key)
@@ -289,32 +288,32 @@ class Training:
 
     @functools.cached_property
     def start_shapes(self) -> tuple[Dict, Dict]:
-        """Shapes, dtypes and shardings of the parameters for `start_from`, and name -> those for `load_companion`."""
+        """Shapes, dtypes and shardings of the parameters for `start_from`, and of those for `load_unsaved`."""
         return start_shapes(self.module, self.rules, self.steps.layout.zero)
 
-    def load_companion(self, name: str, params: Dict) -> None:
-        """Set the parameters of a companion of the module, such as a teacher; checkpoints do not contain them.
+    def load_unsaved(self, params: Dict) -> None:
+        """Set parameters that checkpoints do not hold, such as those of a teacher: `{"teacher": its parameters}`.
 
         Args:
-          name: one of the module's `companions`.
-          params: its parameters, shaped as `start_shapes` says.
+          params: nested dicts with all or some of them, shaped as `start_shapes` says.
         """
-        self._companions = {**self._companions, name: params}
+        self._unsaved = self.module.join(self._unsaved, params)
         if self._state is not None:
             self.state = self._state
 
-    def _take_companions(self) -> Dict:
-        """Return the companions' parameters for a new state: from `load_companion`, or else from the old state."""
-        loaded = self._companions
-        self._companions = {}
-        missing = set(self.module.companions) - loaded.keys()
-        return {**{name: self.state.params[name] for name in missing}, **loaded}
+    def _take_unsaved(self) -> Dict:
+        """Return the parameters that no checkpoint holds for a new state: as loaded, or else from the old state."""
+        loaded = self._unsaved
+        self._unsaved = {}
+        wanted = self.module.split_saved(self.module.abstract_params)[1]
+        if flatten(wanted).keys() <= flatten(loaded).keys():
+            return loaded
+        return self.module.join(self.module.split_saved(self.state.params)[1], loaded)
 
-    def _with_companions(self, state: TrainState) -> TrainState:
-        """Return a new train state with the companions' parameters put in."""
-        if not self.module.companions:
-            return state
-        return state._replace(params={**state.params, **self._take_companions()})
+    def _with_unsaved(self, state: TrainState) -> TrainState:
+        """Return a new train state with the parameters put in that checkpoints do not hold."""
+        unsaved = self._take_unsaved()
+        return state._replace(params=self.module.join(state.params, unsaved)) if unsaved else state
 
     @property
     def stored_state(self) -> TrainState:
@@ -351,10 +350,9 @@ class Training:
 
     def frozen_parameters(self) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
         """Return the model's own parameters that are not trained, as path -> (logical axes, shape)."""
-        packed = any(view.companions for view in self.module.views)
-        module = self.module.used if packed else self.module
-        known = module.map_parameters(lambda names, shape, _: (tuple(names or ()), shape), self.rules)
-        frozen = flatten(module.split_companions(module.split_frozen(known)[1])[0])
+        used = self.module.used
+        known = used.map_parameters(lambda names, shape, _: (tuple(names or ()), shape), self.rules)
+        frozen = flatten(used.split_saved(used.split_frozen(known)[1])[0])
         return {"/".join(path): leaf for path, leaf in frozen.items()}
 
     def set_step(self, settings: StepSettings) -> None:

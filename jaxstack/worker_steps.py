@@ -149,7 +149,7 @@ class Workers(StepWrapper):
     """Wraps the train step for several workers, groups of devices that each train a model copy and communicate rarely.
 
     Evaluation uses the mean of the workers' parameters. Checkpoints hold it too, for generation, export and other runs.
-    A pipeline, `train.batch_ramp` and modules with compressed weights or companions are not supported.
+    A pipeline, `train.batch_ramp` and modules with compressed weights or a teacher are not supported.
 
     Args:
       method: the method that keeps the workers together.
@@ -373,9 +373,9 @@ def features_of(trainer: Training) -> list[str]:
         "pipeline": trainer.pipeline is not None,
         "batch ramp": trainer.train.batch_ramp is not None,
         "compressed weights": trainer.module.used is not trainer.module,
-        "distillation": bool(trainer.module.companions),
     }
-    return [name for name, found in used.items() if found]
+    declared = [view.feature for view in trainer.module.views if view.feature]
+    return [*(name for name, found in used.items() if found), *declared]
 
 
 def _per_worker(x: jax.Array) -> np.ndarray:
@@ -422,7 +422,7 @@ class FolderWorker(StepWrapper):
     """Wraps the train step of one worker: a run that exchanges parameter changes with others through a shared folder.
 
     `train.global_batch_size` is that of this worker. A pipeline, `train.batch_ramp` and modules with compressed weights
-    or companions are not supported. The state's `outer.shared` has the parameters and outer momentum after the
+    or a teacher are not supported. The state's `outer.shared` has the parameters and outer momentum after the
     last averaging over runs; checkpoints hold the train state as it is.
 
     Args:

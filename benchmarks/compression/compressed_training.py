@@ -161,7 +161,7 @@ class Study:
             seed=config.run.seed,
         )
         if teacher is not None:
-            trainer.load_companion("teacher", jax.tree.map(jnp.array, teacher))
+            trainer.load_unsaved({"teacher": jax.tree.map(jnp.array, teacher)})
         return trainer
 
     @functools.cache  # noqa: B019 (one study in a process)

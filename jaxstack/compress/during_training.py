@@ -16,7 +16,8 @@ from jaxstack.compress.config import choose_rules
 from jaxstack.compress.matrix import Weight, find_weights
 from jaxstack.errors import ConfigError
 from jaxstack.module_arrays.module import Dict, ModuleArrays
-from jaxstack.module_arrays.views import Path, View, get_path, map_paths, with_views
+from jaxstack.module_arrays.view import Path, View, get_path, map_paths
+from jaxstack.module_arrays.views import with_views
 from jaxstack.parameter_paths import nest
 from pallas_kernels.weight_only.packed import PackedWeight
 
@@ -46,7 +47,7 @@ class Compression(View):
         """
         bound = copy.copy(self)
         model = nnx.eval_shape(lambda: arrays.make(nnx.Rngs(0)))
-        weights = [weight for weight in find_weights(model) if not arrays.is_companion(weight.path)]
+        weights = [weight for weight in find_weights(model) if arrays.saves(weight.path)]
         bound.chosen = choose_rules([_stored_in(arrays, weight) for weight in weights], self.rules)
         bound.paths = frozenset(bound.chosen)
         bound._arrays = arrays

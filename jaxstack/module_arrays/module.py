@@ -4,9 +4,10 @@ The train state holds dicts, not modules: they flatten fast, checkpoint without 
 """
 
 import contextlib
+import copy
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar, cast
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from jaxstack.models.adapters import merge_adapters, set_dora_magnitudes
 from jaxstack.models.initialization import Width
 from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
-from jaxstack.parameter_paths import ADAPTER, ADDED, flatten, nest
+from jaxstack.parameter_paths import ADAPTER, ADDED, flatten, nest, split_paths
 from jaxstack.precision import ScalingState, update_scaling
 
 State = TypeVar("State")
@@ -47,9 +48,6 @@ class ModuleArrays:
         """True if the module's class says (`gathers_weights`) that it gathers its weights where it uses them."""
         self.drops_tokens = bool(getattr(abstract, "drops_tokens", False))
         """True if a train step must add `dropout_keys` to the module's batches."""
-        self.companions: tuple[str, ...] = tuple(getattr(abstract, "companions", ()))
-        """Names of submodules (`companions` of the module) that are not trained, not part of checkpoints, and loaded
-        separately, such as the teacher of a distillation."""
         self.width: Width | None = getattr(abstract, "width", None)
         """The width of a model in muP."""
         self.dtype = getattr(abstract, "dtype", None) if self.gathers_weights else None
@@ -62,7 +60,7 @@ class ModuleArrays:
         self._scaling = [
             tuple(map(str, path)) for path, variable in self._non_params if issubclass(variable.type, ScalingState)
         ]
-        self._is_frozen: Callable[[str], bool] = self.is_companion
+        self._is_frozen: Callable[[str], bool] = lambda path: False
         self._set_params(nnx.to_flat_state(params))
 
     def _set_params(self, params: Any) -> None:
@@ -79,6 +77,16 @@ class ModuleArrays:
     def view(self, kind: type[V]) -> V | None:
         """Return the first view of a kind, or None."""
         return next((view for view in self.views if isinstance(view, kind)), None)
+
+    def declaring(self, views: Sequence[Any]) -> Self:
+        """Return a copy with views that change no parameter, bound to these arrays.
+
+        Raises:
+          ConfigError: a view does not fit the module.
+        """
+        other = copy.copy(self)
+        other.views = tuple(view.bind(self) for view in views)
+        return other
 
     @property
     def plain(self) -> "ModuleArrays":
@@ -158,22 +166,22 @@ class ModuleArrays:
         Raises:
           ConfigError: all parameters are excluded.
         """
-        self._is_frozen = lambda path: self.is_companion(path) or is_frozen(path)
+        self._is_frozen = is_frozen
         if not self.abstract_params:
             raise ConfigError("the module has no parameters (flax.nnx.Param), so that there is nothing to train.")
         if not jax.tree.leaves(self.split_frozen(self.abstract_params)[0]):
             raise ConfigError("every parameter is frozen, so that nothing is left to train; see optimizer.groups.")
 
-    def is_companion(self, path: str) -> bool:
-        """Return True if the parameter at a path belongs to a companion, such as a teacher."""
-        return path.split("/", 1)[0] in self.companions
+    def saves(self, path: str) -> bool:
+        """Return True if checkpoints hold the parameter at a path; others are read from elsewhere, and never trained.
 
-    def split_companions(self, params: Dict) -> tuple[Dict, Dict]:
-        """Split parameters into (the model's own, those of its companions: name -> parameters)."""
-        return (
-            {name: value for name, value in params.items() if name not in self.companions},
-            {name: value for name, value in params.items() if name in self.companions},
-        )
+        Which these are, the views say.
+        """
+        return all(view.saves(path) for view in self.views)
+
+    def split_saved(self, params: Dict) -> tuple[Dict, Dict]:
+        """Split parameters into (those that checkpoints hold, others)."""
+        return split_paths(params, self.saves)
 
     def check_dtypes(self) -> None:
         """Check that every trained parameter has a dtype that can be differentiated.
@@ -190,25 +198,19 @@ class ModuleArrays:
 
     def split_frozen(self, params: Dict) -> tuple[Dict, Dict]:
         """Split parameters, or a tree of the same structure, into (trained, frozen)."""
-        flat = flatten(params)
-        frozen = {path: flat.pop(path) for path in list(flat) if self._is_frozen("/".join(path))}
-        return nest(flat.items()), nest(frozen.items())
+        return split_paths(params, lambda path: self.saves(path) and not self._is_frozen(path))
 
     def join(self, *parts: Dict) -> Dict:
-        """Merge the parts that `split_frozen`, `split_adapters` or `split_scaling` returned into one tree."""
+        """Merge parts, such as those that `split_frozen` returned, into one tree; the last that has a path counts."""
         return nest(item for part in parts for item in flatten(part).items())
 
     def split_adapters(self, params: Dict) -> tuple[Dict, Dict]:
         """Split parameters into (base parameters, parameters of the adapters), as nested dicts."""
-        flat = flatten(params)
-        adapters = {path: flat.pop(path) for path in list(flat) if ADAPTER.search("/".join(path))}
-        return nest(flat.items()), nest(adapters.items())
+        return split_paths(params, lambda path: not ADAPTER.search(path))
 
     def split_added(self, params: Dict) -> tuple[Dict, Dict]:
         """Split parameters into (those that a run can start from, adapters and a reward head), as nested dicts."""
-        flat = flatten(params)
-        added = {path: flat.pop(path) for path in list(flat) if ADDED.search("/".join(path))}
-        return nest(flat.items()), nest(added.items())
+        return split_paths(params, lambda path: not ADDED.search(path))
 
     def complete(self, params: Dict, key: jax.Array) -> Dict:
         """Add freshly initialized adapters and a reward head, which do not yet change the outputs. Traceable."""

@@ -1,8 +1,8 @@
 """View of frozen weights that stay packed (quantized) in the train state while adapters beside them are trained.
 
 QLoRA (Dettmers et al. 2023, arXiv:2305.14314). A packed weight is an array of small integers with its scales. The train
-state holds these arrays below `packed_base`, which is a companion of the module: no gradients, no optimizer state, and
-no checkpoint has them. A step computes with `PackedWeight`, as decoding does.
+state holds these arrays below `packed_base`: no gradients, no optimizer state, and no checkpoint has them. A step
+computes with `PackedWeight`, as decoding does.
 """
 
 import copy
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 
 from jaxstack.errors import ConfigError
 from jaxstack.module_arrays.module import Dict, ModuleArrays
-from jaxstack.module_arrays.views import Path, View, get_path
+from jaxstack.module_arrays.view import Path, View, get_path
 from jaxstack.parameter_paths import flatten, nest
 from pallas_kernels import PackedWeight
 
 NAME = "packed_base"
-"""Name of the companion that has the arrays of the packed weights."""
+"""Name of the branch of the parameters that has the arrays of the packed weights."""
 
 
 class PackedBase(View):
@@ -29,8 +29,6 @@ class PackedBase(View):
     Args:
       weights: path of each packed weight -> the weight, whose arrays may be `jax.ShapeDtypeStruct`.
     """
-
-    companions = (NAME,)
 
     def __init__(self, weights: Mapping[str, PackedWeight]):
         self.weights = dict(weights)
@@ -50,6 +48,9 @@ class PackedBase(View):
                     f"{known.get(path, 'no such weight')}; keep model.scan_layers and the sizes as in the base."
                 )
         return copy.copy(self)
+
+    def saves(self, path: str) -> bool:
+        return path not in self.paths and not path.startswith(f"{NAME}/")
 
     def stored_variables(self, path: Path, variable: Any) -> list[tuple[Path, Any]]:
         weight = self.weights.get("/".join(map(str, path)))
@@ -84,7 +85,9 @@ class PackedBase(View):
 
 
 def packed_arrays(weights: Mapping[str, PackedWeight]) -> Dict:
-    """Return the arrays of packed weights, by path, as the companion `packed_base` holds them."""
+    """Return the arrays of packed weights, by path, as the train state holds them."""
     return nest(
-        ((*path.split("/"), name), array) for path, weight in weights.items() for name, array in weight.arrays.items()
+        ((NAME, *path.split("/"), name), array)
+        for path, weight in weights.items()
+        for name, array in weight.arrays.items()
     )

@@ -5,7 +5,7 @@ converted when it is saved and restored, leaf by leaf, by name.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.errors import ConfigError
 from jaxstack.models import Transformer, in_fp8
 from jaxstack.module_arrays.module import Dict, ModuleArrays, State
-from jaxstack.module_arrays.views import View
+from jaxstack.module_arrays.view import View
 from jaxstack.parallel.pipeline.plan import StageLayout
 from jaxstack.parameter_paths import path_name
 
@@ -32,7 +32,7 @@ class StagedArrays(ModuleArrays):
     a layer are zero, and stay so. Models made from them, and given to it, are the plain ones.
 
     Raises:
-      ConfigError: it is no Transformer, or one with a teacher, or it has too few layers for the stages.
+      ConfigError: it is no Transformer, or it has too few layers for the stages.
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], stages: int, chunks: int = 1):
@@ -42,10 +42,6 @@ class StagedArrays(ModuleArrays):
             raise ConfigError(
                 f"parallel.pipeline cuts jaxstack.models.Transformer into stages; found {type(model).__name__}. "
                 "Use the axes data, fsdp and tensor for it."
-            )
-        if self._plain.companions:
-            raise ConfigError(
-                f"a model with a {self._plain.companions[0]} does not support a pipeline; set parallel.pipeline=1."
             )
         config = model.config
         dtype = model.dtype
@@ -71,6 +67,11 @@ class StagedArrays(ModuleArrays):
     def plain(self) -> ModuleArrays:
         """The module with its layers in the model's order, as in checkpoints."""
         return self._plain
+
+    def declaring(self, views: Sequence[Any]) -> "StagedArrays":
+        other = super().declaring(views)
+        other._plain = self._plain.declaring(views)
+        return other
 
     def freeze(self, is_frozen: Callable[[str], bool]) -> None:
         for path in (path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.plain.abstract_params)):

@@ -1,7 +1,6 @@
-"""Views: forms in which a train state stores a module's arrays, other than those that the module computes with.
+"""Composes the views of a module's arrays, see `jaxstack.module_arrays.view`.
 
-A view changes some parameters, for example to factors of low rank or to a direction and a length, and says how a step
-gets back what the module computes with. Views are listed and composed, as gradient transformations are in Optax:
+Views are listed and composed, as gradient transformations are in Optax:
 
     module = with_views(make_model, [Compression(rules), WeightNorm("kernel")])
     Trainer(module, loss_fn, data)
@@ -9,7 +8,6 @@ gets back what the module computes with. Views are listed and composed, as gradi
 A new view is a subclass of `View` in its own file.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,91 +15,14 @@ import jax
 from flax import nnx
 
 from jaxstack.errors import ConfigError
+from jaxstack.module_arrays.companion import Companion
 from jaxstack.module_arrays.module import Dict, ModuleArrays, State, make_arrays
-from jaxstack.parameter_paths import flatten, nest
+from jaxstack.module_arrays.view import View, map_paths
 
-Path = tuple[Any, ...]
+__all__ = ["FOUND", "View", "ViewedArrays", "map_paths", "with_views"]
 
-
-class View:
-    """A form in which the train state stores some of a module's parameters. The default changes nothing.
-
-    A subclass that changes parameters implements `bind`, `stored_variables`, `store`, `use` and `load`; one that
-    constrains them implements `keep`; one that changes the order of all arrays implements `arrange` alone.
-    """
-
-    paths: frozenset[str] = frozenset()
-    """Paths of the parameters that this view changes, such as `layer/kernel`; known after `bind`."""
-    companions: tuple[str, ...] = ()
-    """Companions of the module that the view adds for the parameters at `paths`, which are then not trained."""
-    only_arranges: bool = False
-    """True if the view has no other function than `arrange`."""
-    changes_layers: bool = False
-    """True if `change_layers` replaces layers of the module."""
-
-    def arrange(self, arrays: ModuleArrays) -> ModuleArrays:
-        """Return the arrays in the order in which steps store and compute with them, such as that of pipeline stages.
-
-        Raises:
-          ConfigError: the module cannot be arranged so.
-        """
-        return arrays
-
-    def bind(self, arrays: ModuleArrays) -> "View":
-        """Return a copy of this view that knows the parameters it changes (`paths`).
-
-        Args:
-          arrays: the module's arrays in the form that it computes with, arranged by all views.
-
-        Raises:
-          ConfigError: the view does not fit the module.
-        """
-        del arrays
-        return copy.copy(self)
-
-    def change_layers(self, model: nnx.Module) -> nnx.Module:
-        """Return the module with layers replaced, in place, for example by some that round their inputs."""
-        return model
-
-    def stored_variables(self, path: Path, variable: Any) -> list[tuple[Path, Any]]:
-        """Return what the train state stores for an abstract NNX variable, as pairs (path, variable)."""
-        return [(path, variable)]
-
-    def store(self, params: Dict) -> Dict:
-        """Convert parameters that the module computes with to those that the train state stores. Traceable."""
-        return params
-
-    def use(self, params: Dict, key: jax.Array | None) -> tuple[Dict, jax.Array | None]:
-        """Compute the parameters for the forward pass of a train step from the stored ones. Differentiable.
-
-        Args:
-          params: all stored parameters.
-          key: draws what is random; None: nothing is.
-
-        Returns:
-          The parameters, and a penalty to add to the mean loss, a scalar (None: no penalty).
-        """
-        del key
-        return self.load(params), None
-
-    def load(self, params: Dict) -> Dict:
-        """Convert stored parameters to those that evaluation and export compute with. Traceable."""
-        return params
-
-    def keep(self, old: Dict, new: Dict) -> Dict:
-        """Return the stored parameters `new` after an optimizer step, with the view's constraint applied."""
-        del old
-        return new
-
-    def check_frozen(self, is_frozen: Callable[[str], bool]) -> None:
-        """Check that the view allows the rules of what is not trained.
-
-        Args:
-          is_frozen: returns True for the path of a parameter that is not trained.
-
-        Raises:
-          ConfigError: it does not.
-        """
+FOUND: tuple[type[View], ...] = (Companion,)
+"""The kinds of views that a module asks for by what it is made of, see `View.find`."""
 
 
 class ViewedArrays(ModuleArrays):
@@ -109,15 +30,16 @@ class ViewedArrays(ModuleArrays):
 
     Args:
       used: the arrays that the module computes with, arranged by all views.
-      views: the views, which change different parameters.
+      views: the views that change parameters, each different ones. Those of `used` come after them.
 
     Raises:
       ConfigError: two views change the same parameter, or one does not fit the module.
     """
 
     def __init__(self, used: ModuleArrays, views: Sequence[View]):
-        self.given = tuple(views)
-        self.views = tuple(view.bind(used) for view in views)
+        self.source = used
+        """The arrays without the views that change parameters, as they were given."""
+        self.views = (*(view.bind(used) for view in views), *used.views)
         _check_different(self.views)
         if changing := [view for view in self.views if view.changes_layers]:
             if used.plain is not used:
@@ -132,14 +54,13 @@ class ViewedArrays(ModuleArrays):
                     model = view.change_layers(model)
                 return model
 
-            used = ModuleArrays(changed)
+            used = ModuleArrays(changed).declaring(used.views)
         self._used = used
         super().__init__(used.make)
         self._set_non_params(used._non_params)
         variables = list(used._params)
         for view in self.views:
             variables = [item for path, variable in variables for item in view.stored_variables(path, variable)]
-        self.companions = (*self.companions, *(name for view in self.views for name in view.companions))
         self._set_params(variables)
         self._plain = ViewedArrays(used.plain, views) if used.plain is not used else self
 
@@ -208,42 +129,35 @@ class ViewedArrays(ModuleArrays):
         return new
 
 
-def with_views(module: object, views: Sequence[View]) -> ModuleArrays:
+def with_views(module: object, views: Sequence[View] = ()) -> ModuleArrays:
     """Return a module's arrays in the form that a list of views makes of them.
 
     Args:
-      module: what `make_arrays` accepts. If it has views already, these come after the new ones.
+      module: what `make_arrays` accepts. If it has views already, these come after the new ones; else those come last
+        that it asks for by what it is made of (`FOUND`).
       views: the views, which change different parameters.
 
     Raises:
       ConfigError: a view does not fit the module, or two of them change the same parameter.
     """
     arrays = make_arrays(module)
-    if not views:
+    if arrays.views and not views:
         return arrays
+    views = (*views, *(arrays.views or _find(arrays)))
     if isinstance(arrays, ViewedArrays):
-        views = (*views, *arrays.given)
-        arrays = arrays.used if not any(view.changes_layers for view in arrays.views) else make_arrays(arrays.make)
+        arrays = arrays.source
     for view in views:
         arrays = view.arrange(arrays)
-    changing = [view for view in views if not view.only_arranges]
+    kept = [view for view in views if not view.only_arranges]
+    arrays = arrays.declaring([view for view in kept if view.only_declares])
+    changing = [view for view in kept if not view.only_declares]
     return ViewedArrays(arrays, changing) if changing else arrays
 
 
-def map_paths(change: Callable[[str, Any], Any], params: Dict, paths: frozenset[str]) -> Dict:
-    """Return parameters with `change(path, array or dict of arrays)` applied to those at the given paths."""
-    flat = flatten(params, stop=lambda path: "/".join(path) in paths)
-    for path in list(flat):
-        if (name := "/".join(path)) in paths:
-            flat[path] = change(name, flat[path])
-    return nest(flat.items())
-
-
-def get_path(params: Dict, path: str) -> Any:
-    """Return the array, or dict of arrays, at a path such as `layer/kernel` of nested dicts."""
-    for key in path.split("/"):
-        params = params[key]
-    return params
+def _find(arrays: ModuleArrays) -> list[View]:
+    """Return the views that a module asks for by what it is made of."""
+    module = arrays.merge(arrays.abstract_params, arrays.abstract_non_params)
+    return [view for kind in FOUND for view in kind.find(module)]
 
 
 def _check_different(views: Sequence[View]) -> None:

@@ -180,7 +180,7 @@ class Sampler:
         base, adapters = self._trained.split_adapters(params)
         if adapters:
             base = self._trained.merge_adapters(base, adapters, non_params)
-        base, _ = self._trained.split_companions(base)
+        base, _ = self._trained.split_saved(base)
         if not same_stacking(self._source, self._target):
             base = restack(base, self._source, self._target)
         cast = cast_matrices(self._unjoined, base, self._rules)

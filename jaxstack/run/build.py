@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jaxstack.compress.during_training import compress_in_training
 from jaxstack.data.batch_source import BatchSource as OwnSource
 from jaxstack.data.device_batches import BatchShardings
 from jaxstack.data.loader import Data
-from jaxstack.distill import check_vocabulary, distillation_loss, empty_model
+from jaxstack.distill import distillation_loss
 from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError
 from jaxstack.local_sgd.folder import FolderDiLoCo
@@ -36,10 +36,10 @@ from jaxstack.optim.base import GroupRule, Optimizer
 from jaxstack.parallel import make_mesh
 from jaxstack.preference import preference_loss
 from jaxstack.reinforce.policy import policy_loss
+from jaxstack.run.companions import companions
 from jaxstack.run.setting import Setting, after_loss
 from jaxstack.run_config import RunConfig
 from jaxstack.step import StepSettings
-from jaxstack.stored import StoredModel
 from jaxstack.stored.packed_base import PackedModel
 from jaxstack.trainer import StepWrapper, Trainer
 from jaxstack.worker_steps import FolderWorker, Workers
@@ -88,56 +88,6 @@ def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Tra
     return make
 
 
-class Companion(NamedTuple):
-    """A frozen model that a loss compares the trained one with."""
-
-    name: str
-    """Its name in the module, as in `Transformer.companions`."""
-    key: str
-    """The configuration key that asks for it."""
-    directory: str
-    """Directory of a run or a Hugging Face checkpoint."""
-    verb: str
-    """Verb of the line that names its parameters, such as `starting` in "starting from DIR"."""
-
-
-def companions(config: RunConfig) -> list[Companion]:
-    """Return the frozen models that a run needs in addition to the one that it trains."""
-    found = []
-    if config.distill.teacher is not None:
-        found.append(Companion("teacher", "distill.teacher", config.distill.teacher, "distilling"))
-    if config.reference is None:
-        return found
-    key, directory = config.reference
-    if directory == "init_from":
-        directory = None if config.trains_adapters_only else config.run.init_from
-    if directory is not None:
-        verb = "measuring rewards" if config.preference.loss is not None else "measuring the divergence"
-        found.append(Companion("reference", key, directory, verb))
-    return found
-
-
-def _with_companion(
-    make: Callable[[nnx.Rngs], Transformer], companion: Companion, config: ModelConfig, dtype: DTypeLike
-) -> Callable[[nnx.Rngs], Transformer]:
-    """Return a function that creates the model of `make` plus a companion, whose weights are still zeros.
-
-    Raises:
-      ConfigError: the directory holds no model, or one with another vocabulary.
-    """
-    other = StoredModel.open(companion.directory).model
-    if other.vocab_size is None:  # a run's config.yaml always has it
-        raise ConfigError(f"{companion.key}: {companion.directory} does not say how large its vocabulary is.")
-    check_vocabulary(config, other, companion.directory, companion.key)
-
-    def made(rngs: nnx.Rngs) -> Transformer:
-        model = make(rngs)
-        model.attach(companion.name, empty_model(other, dtype))
-        return model
-
-    return made
-
-
 def _optimizer(config: RunConfig) -> Optimizer:
     """Return the optimizer of a run, which leaves out the layers for multi-token prediction if nothing trains them."""
     groups = config.optimizer.groups
@@ -184,7 +134,7 @@ def make_trainer(
     terms = {"z_loss": config.train.z_loss, "mtp_weight": config.train.mtp_loss_weight}
     loss: LossFunction = functools.partial(language_model_loss, **terms)
     for companion in companions(config):
-        make = _with_companion(make, companion, config.model, dtype)
+        make = companion.attached_to(make, config.model, dtype)
     if config.distill.teacher is not None:
         loss = functools.partial(distillation_loss, **terms, settings=config.distill)
     if config.preference.loss is not None:

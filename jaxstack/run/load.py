@@ -38,7 +38,7 @@ from jaxstack.observe.number_format import byte_size
 from jaxstack.parallel import ParallelConfig, StepLayout
 from jaxstack.precision import PrecisionConfig
 from jaxstack.run import generate as generation
-from jaxstack.run.build import build_model, companions
+from jaxstack.run.build import build_model
 from jaxstack.run.compress_at_load import choose_at_load, compress_in_place
 from jaxstack.run.generate import GeneratedText
 from jaxstack.run.setting import Setting
@@ -243,7 +243,7 @@ def start_parameters(
     verb: str = "starting",
     direct_storage: bool = False,
 ) -> Params:
-    """Read the parameters that a new run starts from, or that a companion of it uses, such as a teacher.
+    """Read the parameters that a new run starts from.
 
     Args:
       directory: run directory (compressed weights are unpacked), or directory of a Hugging Face checkpoint.
@@ -264,21 +264,6 @@ def start_parameters(
     return stored.read(wanted, model, direct_storage=direct_storage)
 
 
-def load_companions(config: RunConfig, trainer: Trainer, report: Callable[[str], None]) -> None:
-    """Read the parameters of the frozen models that a run compares with, such as a teacher, into its trainer.
-
-    Args:
-      config: configuration of the run.
-      trainer: its trainer, before its state is used.
-      report: called with a line that names each model.
-    """
-    for companion in companions(config):
-        wanted = trainer.start_shapes[1][companion.name]
-        model = StoredModel.open(companion.directory).model
-        params = start_parameters(companion.directory, model, wanted, report, verb=companion.verb)
-        trainer.load_companion(companion.name, params)
-
-
 def load_packed_base(base: PackedModel, trainer: Trainer, report: Callable[[str], None]) -> None:
     """Read the weights that stay packed beside adapters into a trainer that was made for them.
 
@@ -289,7 +274,7 @@ def load_packed_base(base: PackedModel, trainer: Trainer, report: Callable[[str]
     """
     report(f"{len(base.weights)} weights of {base.directory} stay packed")
     found = compressed.read_compressed(base.directory, wanted=base.weights.__contains__)[0]
-    trainer.load_companion(packed_base.NAME, packed_base.packed_arrays(compressed.named_leaves(found)))
+    trainer.load_unsaved(packed_base.packed_arrays(compressed.named_leaves(found)))
 
 
 def load_decoder(

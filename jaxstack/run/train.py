@@ -20,8 +20,6 @@ from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.loader import Data, open_data
 from jaxstack.data.streams import is_chat
-from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.distill import check_vocabulary
 from jaxstack.distributed.coordination import all_true, is_first
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.evaluation import bits_per_byte, compression_baselines
@@ -37,10 +35,11 @@ from jaxstack.models.count import describe_flops
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.number_format import plural
 from jaxstack.preference import LOSSES
-from jaxstack.run.build import CompileAhead, companions, make_trainer, resolve_model
+from jaxstack.run.build import CompileAhead, make_trainer, resolve_model
+from jaxstack.run.companions import companions
 from jaxstack.run.evaluate import TrainingTasks
 from jaxstack.run.join import join_job
-from jaxstack.run.load import load_companions, load_packed_base, start_parameters
+from jaxstack.run.load import load_packed_base, start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
 from jaxstack.run.reference import add_references
 from jaxstack.run.setting import Setting, forecast_here
@@ -233,7 +232,8 @@ def _open_data(task: Task, config: RunConfig, say: Callable[[str], None]) -> tup
     with doing("reading the data"):
         data = task.open(config, say)
     config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
-    _check_companions(config, data.tokenizer)
+    for companion in companions(config):
+        companion.check(config.model, data.tokenizer)
     add_references(config, data, say)
     if config.resilience.verify_layout:
         verify_layout(config, say)
@@ -254,7 +254,8 @@ def _make_trainer(
 
 def _load_frozen(config: RunConfig, base: PackedModel | None, trainer: Trainer, say: Callable[[str], None]) -> None:
     """Read the weights that are not trained into the trainer: those of companions, and those that stay packed."""
-    load_companions(config, trainer, say)
+    for companion in companions(config):
+        companion.load(trainer, say)
     if base is not None:
         load_packed_base(base, trainer, say)
 
@@ -399,25 +400,6 @@ def _compare_with_compressors(
             compressors = baselines.compressors()
         others = ", ".join(f"{name}: {value:.4f}" for name, value in compressors.items())
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
-
-
-def _check_companions(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check that the models that the run compares with, such as a teacher, have its vocabulary and tokenizer.
-
-    Raises:
-      ConfigError: a directory holds no model, or one with another vocabulary or tokenizer.
-    """
-    for companion in companions(config):
-        directory = companion.directory
-        other = StoredModel.open(directory)
-        check_vocabulary(config.model, other.model, directory, companion.key)
-        folder = other.tokenizer_folder
-        # A run has the tokenizer that it was trained with; another program's may differ in what changes no ids.
-        if not other.exported and other.has_tokenizer and other.tokenizer.hash != tokenizer.hash:
-            raise ConfigError(
-                f"{companion.key}: {directory} was trained with another tokenizer, so that its ids mean other texts; "
-                f"train with it: data.tokenizer={{name: file, path: {folder}}}."
-            )
 
 
 def _check_preference(config: RunConfig) -> None:

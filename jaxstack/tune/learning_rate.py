@@ -21,7 +21,8 @@ from jaxstack.observe.report.chart import Point, Scatter, render_scatter
 from jaxstack.observe.report.page import page_head, render_tiles
 from jaxstack.optim.schedules import Schedule
 from jaxstack.run.build import make_trainer, resolve_model
-from jaxstack.run.load import load_companions, start_parameters
+from jaxstack.run.companions import companions
+from jaxstack.run.load import start_parameters
 from jaxstack.run.memory_check import check_memory
 from jaxstack.run.reference import add_references
 from jaxstack.run.setting import Setting
@@ -223,7 +224,8 @@ def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], N
     add_references(config, data, report)
     trainer = make_trainer(config, data)
     check_memory(trainer)
-    load_companions(config, trainer, report)
+    for companion in companions(config):
+        companion.load(trainer, report)
     if config.run.init_from is not None:
         wanted, _ = trainer.start_shapes
         trainer.start_from(start_parameters(config.run.init_from, config.model, wanted, report))
