@@ -4,13 +4,14 @@
 compiled at the start, so that no request waits for a compilation.
 """
 
+import contextlib
 import logging
 import operator
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -213,6 +214,15 @@ class Engine:
             if placed is not None:
                 self._adapted.add(request)
             return self._enqueue(request)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Submit the requests of this `with` block together: an idle engine starts none of them before its end.
+
+        Their prompts then share steps from the first one on. An engine that is running takes them as they come.
+        """
+        with self._changed:
+            yield
 
     def load_adapter(self, name: str, matrices: AdapterMatrices) -> None:
         """Load an adapter, while requests run.

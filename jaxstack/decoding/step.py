@@ -40,7 +40,12 @@ from jaxstack.decoding.rows import (
 )
 from jaxstack.decoding.sampling import Mode, Sampling, apply_bitmask, log_probabilities, sample_rows
 from jaxstack.decoding.scores import pack_scores
-from jaxstack.distributed.xla_options import OptionValue, half_batch_options, without_graph_options
+from jaxstack.distributed.xla_options import (
+    OptionValue,
+    half_batch_options,
+    loop_in_graph_options,
+    without_graph_options,
+)
 from jaxstack.models.adapters import without_adapters
 from jaxstack.models.layer import CacheRoom
 from jaxstack.parallel.sharding_context import logical_axis_rules
@@ -73,7 +78,8 @@ class Programs:
       vocab_size: number of ids that may be sampled; None: all.
       halves_from: number of tokens from which a step runs on two halves of them, see `run_rows`; None: never.
       constant_steps: the programs of several steps always run their largest number of steps, in one way of sampling.
-        More programs are compiled, but the host need not read conditions from the device in each step.
+        More programs are compiled, but the host need not read conditions from the device in each step, even where
+        these cannot be part of a CUDA graph.
     """
 
     scores = False
@@ -147,12 +153,15 @@ class Programs:
         )
 
     def _make_advance(self, shardings: tuple[Any, ...], variant: StepVariant) -> Callable[..., Any]:
+        options = _compiler_options(self.model, variant)
+        if current_target().platform == "cuda" and not self.constant_steps:
+            options = {**loop_in_graph_options(), **(options or {})}
         return self.compiler.jit(
             partial(self._decode_steps, variant=variant),
             static_argnames=("most", "steps", "mode") if self.constant_steps else "most",
             donate_argnames="pages",
             out_shardings=shardings,
-            compiler_options=_compiler_options(self.model, variant),
+            compiler_options=options,
         )
 
     @functools.cached_property

@@ -104,6 +104,15 @@ WITHOUT_GRAPH = (
     ),
 )
 """Options of inference programs of many tokens, see `jaxstack.decoding.step`."""
+LOOP_IN_GRAPH = (
+    Option(
+        "xla_gpu_enable_command_buffer",
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+        "The defaults, and loops and branches: one CUDA graph then has the whole loop of decode steps. Otherwise the "
+        "host reads the loop's condition and the branch from the device in every step, which waits for it meanwhile.",
+    ),
+)
+"""Options of inference programs of several decode steps whose number is an argument, see `jaxstack.decoding.step`."""
 NARROW_ON_CPU = (
     Option(
         "xla_cpu_experimental_ynn_fusion_type",
@@ -172,6 +181,11 @@ def packed_many_row_options(
 def without_graph_options() -> dict[str, OptionValue]:
     """Return the supported XLA options for GPU programs that launch their kernels one by one, without a CUDA graph."""
     return translate_options({option.name: option.value for option in WITHOUT_GRAPH})[0]
+
+
+def loop_in_graph_options() -> dict[str, OptionValue]:
+    """Return the supported XLA options for GPU programs whose loops and branches belong into a CUDA graph."""
+    return {option.name: option.value for option in LOOP_IN_GRAPH if is_supported(option.name, option.value)}
 
 
 def half_batch_options() -> dict[str, OptionValue]:

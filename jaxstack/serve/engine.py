@@ -1,6 +1,7 @@
 """Data-parallel serving: one engine for each replica of the model, and distribution of requests over them."""
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jaxstack.decoding.decode import ModelOnMesh
@@ -42,6 +43,14 @@ class EngineGroup:
     def embed(self, prompt: Sequence[int], *, priority: int = 0) -> Request:
         """Submit a prompt to the engine with the fewest requests, as `Engine.embed` does."""
         return self._choose(lambda engine: engine.embed(prompt, priority=priority))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Submit the requests of this `with` block together, as `Engine.together` does."""
+        with contextlib.ExitStack() as stack:
+            for engine in self.engines:
+                stack.enter_context(engine.together())
+            yield
 
     def load_adapter(self, name: str, matrices: AdapterMatrices) -> None:
         """Load an adapter into all engines, or into none, as `Engine.load_adapter` does."""

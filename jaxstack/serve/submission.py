@@ -291,8 +291,9 @@ class Submissions:
         """
         submitted: list[generation.Request] = []
         try:
-            for submit in submissions:
-                submitted.append(submit())
+            with self.engine.together():
+                for submit in submissions:
+                    submitted.append(submit())
         except BaseException as error:
             for request in submitted:
                 request.cancel()

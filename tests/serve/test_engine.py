@@ -320,6 +320,17 @@ def test_speculation_changes_no_token_and_accepts_repetitions(decoder):
         assert handle.result() == whole[: whole.index(whole[20])]
 
 
+def test_requests_that_are_submitted_together_start_in_one_step(decoder):
+    asked = prompts([15, 16, 14])
+    with Engine(decoder, SMALL.model_copy(update={"step_tokens": 64}), warm_up=False) as engine:
+        with engine.together():
+            handles = [engine.submit(prompt, 1, GREEDY) for prompt in asked]
+            time.sleep(0.2)
+            assert engine.stats.steps == 0 and engine.waiting == 3
+        assert [handle.result() for handle in handles] == [expected(decoder, prompt, 1) for prompt in asked]
+        assert engine.stats.steps == 1
+
+
 @pytest.mark.exhaustive
 def test_data_parallelism_gives_the_same_text_from_several_copies(decoder):
     asked = [(prompt, 12, SAMPLINGS[i % 3], i) for i, prompt in enumerate(prompts([5, 9, 20, 3]))]
