@@ -1,10 +1,13 @@
-"""Decoding on two GPUs, whose sums are computed by a kernel within a CUDA graph."""
+"""Decoding within CUDA graphs: loops of several steps, and on two GPUs sums that a kernel computes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decoder import Decoder
+from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.module_arrays.module import ModuleArrays
@@ -18,14 +21,30 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def open_decoder(devices, sums) -> Decoder:
-    module = ModuleArrays(lambda rngs: Transformer(CONFIG, rngs, dtype=jnp.bfloat16))
-    rules = make_rules(make_mesh(ParallelConfig(tensor=2), devices))
+def open_decoder(devices, sums, dtype=jnp.bfloat16) -> Decoder:
+    module = ModuleArrays(lambda rngs: Transformer(CONFIG, rngs, dtype=dtype))
+    rules = make_rules(make_mesh(ParallelConfig(tensor=len(devices)), devices))
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules), is_leaf=lambda x: isinstance(x, jax.P))
     params, non_params = module.init(jax.random.key(0))
     decoder = Decoder(module, jax.device_put(params, shardings), non_params, rules, layout=StepLayout(peer_sums=sums))
     decoder.join_projections()
     return decoder
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}])
+def test_loops_of_steps_sample_the_tokens_of_single_steps(settings):
+    decoder = open_decoder(jax.devices()[:1], "never", jnp.float32)
+    sampling = Sampling(**({"temperature": 0} | settings))
+    prompts = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (5, 24)).tolist()
+    texts = dict[int, list[list[int]]]()
+    for steps in (1, 8):
+        config = EngineConfig(slots=8, context=128, decode_steps=steps)
+        with Engine(decoder, config, warm_up=False) as engine:
+            with engine.together():
+                requests = [engine.submit(prompt, 30 + 7 * i, sampling, seed=i) for i, prompt in enumerate(prompts)]
+            texts[steps] = [request.result() for request in requests]
+            assert (engine.stats.programs["decode"] < 30) == (steps > 1)
+    assert texts[8] == texts[1]
 
 
 def test_sums_by_a_kernel_give_the_same_logits_and_the_same_text_each_time(two_gpus):
