@@ -38,8 +38,8 @@ def test_loops_of_steps_sample_the_tokens_of_single_steps(settings):
     prompts = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (5, 24)).tolist()
     texts = dict[int, list[list[int]]]()
     for steps in (1, 8):
-        config = EngineConfig(slots=8, context=128, decode_steps=steps)
-        with Engine(decoder, config, warm_up=False) as engine:
+        config = EngineConfig(slots=8, context=128, chunk=32, decode_steps=steps)
+        with Engine(decoder, config) as engine:
             with engine.together():
                 requests = [engine.submit(prompt, 30 + 7 * i, sampling, seed=i) for i, prompt in enumerate(prompts)]
             texts[steps] = [request.result() for request in requests]
