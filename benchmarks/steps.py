@@ -29,6 +29,8 @@ COLUMNS = (
     "tflops_per_device", "mfu", "milliseconds", "sm_mhz", "watts", "joules_per_step", "peak_memory_bytes",
     "compile_seconds", "last_loss",
 )  # fmt: skip
+PACKED = "packed_base="
+"""Prefix of the word that asks `open_trainer` for a packed base."""
 TINY = ("model.preset=tiny", "model.num_heads=4", "model.vocab_size=512", "model.rope_scaling=null")
 """Overrides that make any work's model small enough for simulated CPU devices."""
 
@@ -106,13 +108,21 @@ def time_steps(step: Callable[[], Any], seconds: float = SECONDS) -> dict[str, A
     return {**measured, "first_loss": losses[0], "last_loss": losses[-1]}
 
 
-def rates(config: Any, milliseconds: float, devices: int, device: str) -> dict[str, Any]:
-    """Return the fields of a row that follow from the time of a step: tokens/s, TFLOP/s and MFU of one device."""
+def rates(config: Any, milliseconds: float, devices: int, device: str, saved: float = 0.0) -> dict[str, Any]:
+    """Return the fields of a row that follow from the time of a step: tokens/s, TFLOP/s and MFU of one device.
+
+    Args:
+        config: The run's configuration.
+        milliseconds: Time of a step.
+        devices: Number of devices.
+        device: Their kind.
+        saved: FLOPs per token that frozen parameters save, see `flops_saved_per_token`.
+    """
     from jaxstack.models import model_flops_per_token
     from jaxstack.observe.throughput import throughput
 
     train = config.train
-    flops = model_flops_per_token(config.model, train.sequence_length)
+    flops = model_flops_per_token(config.model, train.sequence_length) - saved
     tokens = train.global_batch_size * train.sequence_length
     found = throughput(tokens, milliseconds / 1e3, devices, flops, device)
     return {
@@ -121,10 +131,12 @@ def rates(config: Any, milliseconds: float, devices: int, device: str) -> dict[s
     }  # fmt: skip
 
 
-def sustained_rates(config: Any, times: Mapping[str, Any], devices: int, device: str) -> dict[str, Any]:
+def sustained_rates(
+    config: Any, times: Mapping[str, Any], devices: int, device: str, saved: float = 0.0
+) -> dict[str, Any]:
     """Return `rates` of a sustained measurement, tokens/s at its start, and joules per step."""
     start = rates(config, times["start_milliseconds"], devices, device)["tokens_per_second_per_device"]
-    settled = rates(config, times["milliseconds"], devices, device)
+    settled = rates(config, times["milliseconds"], devices, device, saved)
     return {**settled, "start_tokens_per_second_per_device": start, **energy_fields(times, devices)}
 
 
@@ -147,13 +159,26 @@ def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
 
 
 def open_trainer(overrides: Sequence[str]) -> tuple[Any, Any]:
-    """Return the resolved configuration of a run on synthetic tokens, and its trainer."""
+    """Return the resolved configuration of a run on synthetic tokens, and its trainer.
+
+    Args:
+        overrides: The configuration; `packed_base=RECIPE` packs random weights beside adapters, see `random_base`.
+    """
+    from benchmarks.packed_base import random_base
+    from jaxstack.module_arrays.packed_base import NAME, packed_arrays
     from jaxstack.run.build import make_trainer
     from jaxstack.run_config import load_config
 
+    recipe = next((word.removeprefix(PACKED) for word in overrides if word.startswith(PACKED)), None)
+    overrides = [word for word in overrides if not word.startswith(PACKED)]
     vocabulary = load_config(None, [*SYNTHETIC, *overrides]).model.vocab_size
     config, data = open_run([*SYNTHETIC, f"data.tokenizer.vocab_size={vocabulary}", *overrides])
-    return config, make_trainer(config, data)
+    if recipe is None:
+        return config, make_trainer(config, data)
+    base = random_base(config.model, recipe)
+    trainer = make_trainer(config, data, base=base)
+    trainer.load_companion(NAME, packed_arrays(base.weights))
+    return config, trainer
 
 
 def split_options(overrides: Sequence[str]) -> tuple[dict[str, str | bool], list[str]]:
@@ -181,6 +206,7 @@ def measure_jaxstack(overrides: Sequence[str], seconds: float = SECONDS) -> dict
     """Return a row of our step; overrides that begin with `xla_` are compiler options of XLA."""
     import jax
 
+    from jaxstack.models.count import flops_saved_per_token
     from jaxstack.observe.throughput import peak_memory_bytes
 
     turn = Turn()
@@ -195,9 +221,10 @@ def measure_jaxstack(overrides: Sequence[str], seconds: float = SECONDS) -> dict
     batches = trainer.batches(0)
     times = time_steps(lambda: trainer.train_step(next(batches)[0])["loss"], seconds)
     batches.close()
+    saved = flops_saved_per_token(config.model, trainer.frozen_parameters())
     return {
         "implementation": "jaxstack",
-        **sustained_rates(config, times, jax.device_count(), jax.devices()[0].device_kind),
+        **sustained_rates(config, times, jax.device_count(), jax.devices()[0].device_kind, saved),
         **times, "peak_memory_bytes": peak_memory_bytes(), "compile_seconds": compile_seconds,
         "backends": {kernel["operation"]: kernel["backend"] for kernel in ran["kernels"]},
         "matmuls": ran.get("matmuls"), "overrides": list(overrides), "environment": set_variables(),

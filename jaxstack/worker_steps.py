@@ -358,7 +358,7 @@ class Workers(StepWrapper):
         described: dict[str, Any] = {"count": axes[WORKERS], **self._method.model_dump(mode="json")}
 
         def sent(program):
-            return bytes_over_axis((program and program.as_text()) or "", axes, WORKERS)
+            return 0 if program is None else bytes_over_axis(program.as_text(), axes, WORKERS)
 
         with contextlib.suppress(ValueError, AssertionError):  # HLO text of an unknown form must not stop a run
             described["step_bytes"] = sent(trainer.program.compiled)

@@ -69,12 +69,13 @@ def newest(rows: Sequence[Row]) -> list[Row]:
 
 
 def measured_steps(scripts: Sequence[str]) -> list[tuple[str, Row]]:
-    """Return rows of whole training steps of ours whose overrides describe the run fully, with their script."""
+    """Return our rows of whole training steps, with their script: those that train all weights and can be rebuilt."""
     found = []
     for script in scripts:
         ours = [row for row in read(script) if row["implementation"] == "jaxstack" and "NVIDIA" in row["device"]]
         complete = [row for row in ours if any("model.preset=" in o for o in row.get("overrides", ()))]
-        usual = [row for row in newest(complete) if "blockwise" not in str(row["overrides"])]
+        unusual = ("blockwise", "adapters.rules")
+        usual = [row for row in newest(complete) if not any(word in str(row["overrides"]) for word in unusual)]
         found += [(script, row) for row in usual if not any(o.startswith("xla_") for o in row["overrides"])]
     return found
 

@@ -183,10 +183,10 @@ class Device:
             yield {**row, "devices": n, "gigabytes_per_second": factor * size / seconds / 1e9}
 
     def limit(self) -> Iterator[Row]:
-        """The fastest possible step of each work."""
+        """The fastest possible step of each work that trains all weights."""
         for work, config in zip(WORKS, self.configs(), strict=True):
-            row = self.limit_of(config)
-            yield {"work": work, "implementation": "limit", **row}
+            if not config.adapters.rules:
+                yield {"work": work, "implementation": "limit", **self.limit_of(config)}
 
     def limit_of(self, config: RunConfig) -> Row:
         """Return the limit of one configuration.

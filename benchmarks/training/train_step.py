@@ -3,6 +3,7 @@
     python benchmarks/training/train_step.py "gpt2-124m bf16" "llama3-1b bf16"
     python benchmarks/training/train_step.py "llama3-1b bf16" --variants unrolled --peers torch torchtitan maxtext
     python benchmarks/training/train_step.py "llama3-8b fsdp2 bf16" --variants "unrolled, gathered once" --together
+    python benchmarks/training/train_step.py "llama3-8b lora bf16" --variants unrolled "unrolled, base in nf4"
     python benchmarks/training/train_step.py "gpt2-124m bf16" --tiny  # a tiny model on simulated CPU devices
 
 Every measurement runs in a process of its own, so that no framework holds memory while another runs, and lasts
@@ -11,7 +12,8 @@ Every measurement runs in a process of its own, so that no framework holds memor
 four seconds. With `--together` all compile at the same time and are measured one by one (benchmarks/turns.py).
 Tokens are random, weights float32 with bfloat16 compute, AdamW, clipping by the global norm. Peers are measured where
 they are installed: a compiled PyTorch GPT or Llama of benchmarks/peers on one device in bfloat16, torchtitan (0.2.2,
-with torchao 0.16 for FP8) and MaxText. A message names those that are not installed.
+with torchao 0.16 for FP8) and MaxText. A message names those that are not installed. A base for adapters is random,
+float32 or packed by a recipe; TFLOP/s leave out the gradients of its weights, which are not computed.
 """
 
 import argparse
@@ -68,6 +70,7 @@ WORKS = dict([tensor_work(4), context_work(4), context_work(2, 32768)]) | {
     "llama3-8b fsdp4 fp8": fsdp_work(4, "precision.fp8=current", rows=2),
     "llama3-8b fsdp2 bf16": fsdp_work(2),
     "llama3-8b fsdp2 fp8": fsdp_work(2, "precision.fp8=current"),
+    "llama3-8b lora bf16": fsdp_work(1, "adapters.rules=[{path: attention|mlp, rank: 16, alpha: 32}]"),
     "qwen3-30b-a3b of 6 layers bf16": [
         "model.preset=qwen3-30b-a3b", "model.num_layers=6", "train.global_batch_size=4", "train.sequence_length=4096",
     ],
@@ -140,13 +143,20 @@ VARIANTS = {
     "unrolled, gathered once": [UNROLLED, *WHOLE],
     "unrolled, gathered once, all layers in FP8": [UNROLLED, *WHOLE, ALL_LAYERS],
     "unrolled, gathered once, sums in bfloat16": [UNROLLED, *WHOLE, *BFLOAT16_SUMS],
+    "unrolled, base in nf4": [UNROLLED, "packed_base=nf4"],
+    "unrolled, base in int8": [UNROLLED, "packed_base=int8"],
+    "unrolled, full remat": [UNROLLED, "model.remat=full"],
+    "unrolled, full remat, base in nf4": [UNROLLED, "model.remat=full", "packed_base=nf4"],
 }
 """Ways to run the same work; documentation shows the fastest one."""
 
 
 PEERS = {
     "torch": ("torch", lambda work: work in ("gpt2-124m bf16", "gpt2-350m bf16", "llama3-1b bf16")),
-    "torchtitan": ("torchtitan", lambda work: work.startswith(("llama3-", "qwen3-30b-", "deepseek-", "gpt-oss-"))),
+    "torchtitan": (
+        "torchtitan",
+        lambda work: work.startswith(("llama3-", "qwen3-30b-", "deepseek-", "gpt-oss-")) and "lora" not in work,
+    ),
     "maxtext": ("maxtext", lambda work: work.startswith(("llama3-1b", "llama3-8b fsdp4"))),
 }
 """Peer -> the package that it needs, and a predicate of the works that it covers."""

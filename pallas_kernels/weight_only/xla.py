@@ -48,11 +48,11 @@ def unsupported_reason(request: PackedMatmulRequest) -> str | None:
 
 
 def multiply(request: PackedMatmulRequest) -> Float[Array, "rows out"]:
-    """Multiply x with the transposed packed matrix by XLA."""
-    x = request.x
+    """Multiply x with the transposed packed matrix by XLA; gradients dequantize it once more."""
     weight = request.weight
-    product = _PRODUCTS[type(weight.format)]
-    return product(x, weight.arrays, weight.format).astype(request.out_dtype)
+    # Without `checkpoint` a train step keeps the matrix in the dtype of x from the forward pass to the backward pass.
+    product = jax.checkpoint(_PRODUCTS[type(weight.format)], static_argnums=(2,))
+    return product(request.x, weight.arrays, weight.format).astype(request.out_dtype)
 
 
 def _times_transposed(x: Float[Array, "rows in"], w: Float[Array, "out in"]) -> Float[Array, "rows out"]:

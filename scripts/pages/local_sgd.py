@@ -11,6 +11,7 @@ NAMES = {
     "local_sgd_synchronous": "`local_sgd`, `synchronous_steps: 200`",
     "diloco": "`diloco`, defaults",
     "diloco_calm": "`diloco`, `outer_learning_rate: 0.9`, `momentum: 0.3`",
+    "diloco_steady": "`diloco`, `momentum: 0.6`",
     "diloco_int8": "`diloco`, `compression: int8`",
     "diloco_powersgd": "`diloco`, `compression: powersgd`, `rank: 4`",
     "streaming": "`streaming`, `fragments: 2`",
@@ -24,6 +25,7 @@ LOSS = {
     "bytes between workers": "{relative_bytes:.3f}",
 }
 LOSS_SOURCE = "{steps:,} steps, {islands} workers, {device}, {date:.10}, commit {commit:.7}."
+LONG_COMMAND = "python benchmarks/distributed/islands.py --gpus --work long --methods diloco,diloco_steady"
 SPEED = {
     "": "{title}",
     "ms a step": "{milliseconds:.0f}",
@@ -47,7 +49,8 @@ def methods(columns: dict[str, str], source: str, rows: list[Row]) -> str:
 
 def losses(work: str) -> str:
     """Return held-out loss and bytes between workers of each method, relative to data parallelism."""
-    return methods(LOSS, LOSS_SOURCE, [row for row in read_all(RESULTS / "islands.jsonl") if row["work"] == work])
+    rows = [row for row in read_all(RESULTS / "islands.jsonl") if row["work"] == work and "overrides" not in row]
+    return methods(LOSS, LOSS_SOURCE, rows) if rows else f"Not measured yet; `{LONG_COMMAND}` measures it."
 
 
 def speeds() -> str:
@@ -55,5 +58,5 @@ def speeds() -> str:
     return methods(SPEED, SPEED_SOURCE, read_all(RESULTS / "slow_link.jsonl"))
 
 
-PARTS = {work: functools.partial(losses, work) for work in ("bytes", "quickstart")}
+PARTS = {work: functools.partial(losses, work) for work in ("bytes", "quickstart", "long")}
 PAGES = (Page("local-sgd.md", {**PARTS, "slow link": speeds}),)

@@ -101,6 +101,7 @@ def test_one_inner_step_is_data_parallelism(method):
     assert described["step_bytes"] == 0
     # A ring all-reduce of float32: 2 (n - 1) / n of the parameters.
     assert described["exchange_bytes"] == [2 * 3 * 4 * ours.count_parameters() // 4]
+    assert ours.wrapper.bytes_of_steps(ours, 4) == 4 * described["exchange_bytes"][0]
     assert ours.evaluate()["eval_worker_distance"] < 1e-6
 
 

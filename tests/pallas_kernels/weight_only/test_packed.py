@@ -78,6 +78,18 @@ def test_values_rows_and_products_are_those_of_the_matrix(kind):
     assert narrow.dtype == jnp.float32 and error < 0.02
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_backward_pass_keeps_the_packed_arrays_and_not_the_matrix(kind):
+    weight, expected = packed(kind)
+    x = jax.random.normal(jax.random.key(1), (3, IN), jnp.bfloat16)
+    y, pull = jax.vjp(lambda x: packed_matmul(x, weight, implementation="xla"), x)
+    stored = {(leaf.shape, leaf.dtype) for leaf in [x, *weight.arrays.values()]}
+    kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.ndim > 1]
+    assert {(leaf.shape, leaf.dtype) for leaf in kept} <= stored
+    (d_x,) = pull(jnp.ones_like(y))
+    np.testing.assert_allclose(d_x, np.ones(y.shape) @ expected, rtol=0.05, atol=0.1)
+
+
 def test_dims_of_heads_are_those_of_the_layer():
     weight, expected = packed("int8")
     split = weight.with_dims((4, 4), (2, 3))
