@@ -3,6 +3,7 @@
     python benchmarks/training/convergence.py
     python benchmarks/training/convergence.py --tokens 10e6 --minutes 5  # short
     python benchmarks/training/convergence.py --text '/usr/lib/python3/**/*.py' --tokens 200e6 --minutes 60
+    python benchmarks/training/convergence.py --recipes bf16 'fp8 delayed' --seeds 0 1 2 --together 2 --tokens 14e6
     python benchmarks/training/convergence.py --tiny                     # tiny sizes on simulated CPU devices
 
 A Llama of 82 million parameters trains on Python's standard library or the text given, every recipe on the same
@@ -12,12 +13,16 @@ bfloat16's over the same tokens; `eval_loss` is that of held-out text, if the ru
 without TF32, and takes most of the time. Each recipe runs in a process of its own; its row, the curve included, is
 appended to benchmarks/results/convergence.jsonl when it ends or fails. The picture is
 benchmarks/results/convergence.svg. Recipes of one work can run one at a time, or concurrently on several GPUs.
+With `--seeds` every recipe trains once with each: other initial weights, and the text in another order; ratios are to
+bfloat16 with the same seed. `--together` runs share a GPU, so that their speed means nothing and is not in the rows.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,8 @@ TINY = (
     "model.intermediate_size=128", "data.tokenizer.name=byte", "train.sequence_length=64", "train.global_batch_size=4",
     "parallel.simulate_devices=1",
 )  # fmt: skip
+SPEEDS = ("milliseconds", "tokens_per_second_per_device", "tflops_per_device", "mfu")
+"""Fields that are left out of the rows of runs that share a GPU: they slow each other down."""
 POINTS = 200
 EVAL_TOKENS = 2**20
 COLUMNS = (
@@ -157,6 +164,20 @@ def kept_rows(name: str, work: str) -> dict[str, Row]:
     return {row["variant"]: row for row in rows}
 
 
+def variant_name(recipe: str, seed: int | None) -> str:
+    """Return the name of the row of a recipe, and of a seed where several were asked for."""
+    return recipe if seed is None else f"{recipe}, seed {seed}"
+
+
+def measure(args: argparse.Namespace, overrides: Sequence[str], run: tuple[int | None, str]) -> Row:
+    """Return the row of one run: a seed and a recipe."""
+    seed, recipe = run
+    own = [*overrides, *RECIPES[recipe], *([] if seed is None else [f"run.seed={seed}"])]
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / args.together:.3f}"} if args.together > 1 else None
+    row = run_variant(variant_name(recipe, seed), own, args.minutes, args.patience, share)
+    return {key: value for key, value in row.items() if args.together == 1 or key not in SPEEDS}
+
+
 def picture(rows: Iterable[Mapping[str, Any]]) -> str:
     """Loss against tokens and against minutes of training."""
     curves = {row["variant"]: points_of(row)[1:] for row in rows if len(row["curve"]) > 2}
@@ -178,6 +199,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=positive(float), default=20.0, help="of training, after which a recipe stops")
     parser.add_argument("--text", default="stdlib", help="a source of data: stdlib, a file, a directory, a glob")
     parser.add_argument("--patience", type=positive(float), default=240, help="seconds of silence that end a recipe")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="train each recipe once with each seed")
+    parser.add_argument("--together", type=positive(int), default=1, help="runs that share the device at a time (1)")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -192,21 +215,23 @@ def main() -> None:
     work = f"llama 82M, {steps} steps of 64 x 1024 tokens of {args.text}, learning rate {RATE:g}"
     work = "tiny llama" if args.tiny else work
     name = "tiny/convergence" if args.tiny else "convergence"
+    runs = [(seed, recipe) for seed in args.seeds or [None] for recipe in args.recipes]
     rows = []
-    for recipe in args.recipes:
-        row = {"work": work, **run_variant(recipe, [*overrides, *RECIPES[recipe]], args.minutes, args.patience)}
-        compare(row, row if recipe == BASE else kept_rows(name, work).get(BASE))
-        rows.append(row)
-        if "failed" not in row:
-            say_whether_cut(row, steps * tokens_per_step, args.minutes)
-        if len(row["curve"]) > 1:
-            append_rows(name, [row])
-            (RESULTS / f"{name}.svg").write_text(picture(kept_rows(name, work).values()), encoding="utf-8")
+    with ThreadPoolExecutor(args.together) as pool:
+        for (seed, recipe), found in zip(runs, pool.map(partial(measure, args, overrides), runs), strict=True):
+            row = {"work": work, **found}
+            compare(row, row if recipe == BASE else kept_rows(name, work).get(variant_name(BASE, seed)))
+            rows.append(row)
+            if "failed" not in row:
+                say_whether_cut(row, steps * tokens_per_step, args.minutes)
+            if len(row["curve"]) > 1:
+                append_rows(name, [row])
+                (RESULTS / f"{name}.svg").write_text(picture(kept_rows(name, work).values()), encoding="utf-8")
     if all("failed" in row for row in rows):
         raise SystemExit(1)
     print_table(rows, COLUMNS)
     for row in rows:
-        if "loss_ratio" in row and row["variant"] != BASE:
+        if "loss_ratio" in row and row["variant"].partition(",")[0] != BASE:
             away = 100 * abs(row["loss_ratio"] - 1)
             verdict = "within 1%" if away <= 1 else "MORE THAN 1% AWAY"
             print(f"{row['variant']}: loss {row['loss_ratio']:.4f} of {BASE}'s, {verdict}")

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.arguments import positive
 from benchmarks.picture import Panel, draw
 from benchmarks.rows import append_rows, print_table, require_commit
-from benchmarks.training.convergence import TINY, Row, compare, kept_rows, points_of, run_variant
+from benchmarks.training.convergence import SPEEDS, TINY, Row, compare, kept_rows, points_of, run_variant
 
 BASE = "transformer"
 MODELS: dict[str, tuple[str, ...]] = {
@@ -45,8 +45,6 @@ SIZE = (
     "precision.compute=bfloat16",
 )  # fmt: skip
 TINY_LAYERS = ("model.num_layers=4", "model.delta.num_heads=2", "model.delta.num_key_heads=2", "model.ssd.num_heads=2")
-SPEEDS = ("milliseconds", "tokens_per_second_per_device", "tflops_per_device", "mfu")
-"""Fields that are left out of the rows: runs that share a GPU slow each other down."""
 COLUMNS = ("variant", "parameters", "tokens", "final_loss", "loss_ratio", "eval_loss", "eval_loss_ratio")
 
 

@@ -336,6 +336,7 @@ def make_profiles_page(results: Path = RESULTS) -> str:
         page += ABLATION.format(work=first["work"], summary=summary, table=ablation_table(ablation))
     if curves := newest_curves(results):
         page += CONVERGENCE.format(work=curves[0]["work"])
+    page += seed_ratios(read_rows(results / "convergence.jsonl"))
     return page
 
 
@@ -365,14 +366,33 @@ def variant_name(row: Row) -> str:
 
 def newest_work(path: Path) -> list[Row]:
     """Return the newest rows of the work that was measured last."""
-    rows = read_rows(path)
+    return newest_of(read_rows(path))
+
+
+def newest_of(rows: Sequence[Row]) -> list[Row]:
+    """Return those of the work that was measured last."""
     newest = max(rows, key=lambda row: row["date"])["work"] if rows else None
     return [row for row in rows if row["work"] == newest]
 
 
 def newest_curves(results: Path) -> list[Row]:
-    """Return the rows of the newest convergence run."""
-    return newest_work(results / "convergence.jsonl")
+    """Return the rows of the newest convergence run whose recipes had the GPU to themselves."""
+    rows = [row for row in read_rows(results / "convergence.jsonl") if "milliseconds" in row]
+    return newest_of(rows)
+
+
+def seed_ratios(rows: Iterable[Row]) -> str:
+    """Return a sentence with the held-out losses of each recipe over bfloat16's with the same seed; "" without any."""
+    found: dict[str, list[float]] = {}
+    seeded = newest_of([row for row in rows if ", seed " in row["variant"] and "eval_loss_ratio" in row])
+    for row in sorted(seeded, key=lambda row: row["variant"]):
+        found.setdefault(row["variant"].partition(",")[0], []).append(row["eval_loss_ratio"])
+    shown = [
+        f"{recipe} {', '.join(f'{x:.4f}' for x in ratios)}" for recipe, ratios in found.items() if recipe != "bf16"
+    ]
+    if not shown:
+        return ""
+    return f"\nHeld-out loss over bfloat16's with the same seed (`{seeded[0]['work']}`): {'; '.join(shown)}.\n"
 
 
 def speed_chart(found: Sequence[Comparison]) -> str:
