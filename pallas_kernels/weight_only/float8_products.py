@@ -1,7 +1,7 @@
 """Products of FP8 numbers (W8A8): inputs rounded to e4m3 with one scale for each token, sums in float32.
 
 FP8 tensor cores compute them at up to twice the rate of bfloat16. A product of few rows is limited by reading its
-weights, and rounding its inputs would gain nothing: up to `MOST_EXACT_ROWS` rows they are multiplied as they are.
+weights, and rounding its inputs would only add work: up to `MOST_EXACT_ROWS` rows they are multiplied as they are.
 Gradients pass the rounding unchanged (the straight-through estimator, Bengio et al. 2013, arXiv:1308.3432).
 """
 
@@ -11,8 +11,10 @@ from jaxtyping import Array, Float
 
 LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)
 """Largest magnitude of a rounded input, 448."""
-MOST_EXACT_ROWS = 64
-"""Largest number of rows of a product whose inputs are not rounded."""
+MOST_EXACT_ROWS = 16
+"""Largest number of rows of a product whose inputs are not rounded. On an H200 a decoding step of llama3-8b, at 512
+tokens each, takes 3.48 ms with 16 exact rows and 3.69 with 16 rounded ones, but 4.92 and 4.07 with 32, 6.20 and 4.74
+with 64."""
 _FUSED_INPUTS = 8192
 """XLA rounds tokens of so many inputs in the program that computes them, such as a norm: it keeps them in registers."""
 

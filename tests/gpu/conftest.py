@@ -1,7 +1,17 @@
 """Tests of what only a GPU can show. Run them with `python -m pytest -m gpu`."""
 
+from pathlib import Path
+
 import jax
 import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark all tests of this folder, so that no file can forget it."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker("gpu")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,7 +8,6 @@ import pytest
 from pallas_kernels import BiasedProduct, activated_matmul, fp8_dot_general, linear_cross_entropy_sum, record_choices
 from tests.gpu.conftest import on_hopper
 
-pytestmark = pytest.mark.gpu
 TILE = 128
 
 

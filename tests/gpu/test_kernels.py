@@ -51,8 +51,6 @@ from tests.pallas_kernels.kv_cache_update import cases as cache_cases
 from tests.pallas_kernels.ssd import cases as ssd_cases
 from tests.pallas_kernels.state_update import cases as update_cases
 
-pytestmark = pytest.mark.gpu
-
 LENGTHS = {
     "multiple_of_a_tile": Case(length=1024, key_length=1024, head_dim=128),
     "of_64_only": Case(length=1088, key_length=1088, head_dim=128),

@@ -9,8 +9,6 @@ from tests.gpu.test_training import MIXTURE, WIDE
 from tests.reinforce.exact_runs import compare, sample, spread
 from tests.small_runs import make_trainer, small_config
 
-pytestmark = pytest.mark.gpu
-
 LENGTH = 256
 MODELS = {
     "dense": ("model.qk_norm=true",),

@@ -10,8 +10,6 @@ from pallas_kernels import record_choices
 from tests.gpu.conftest import on_hopper
 from tests.small_runs import make_trainer, run_steps, small_config
 
-pytestmark = pytest.mark.gpu
-
 WIDE = (
     "model.hidden_size=256", "model.num_layers=4", "model.num_heads=4", "model.num_kv_heads=2",
     "model.intermediate_size=512", "train.sequence_length=256", "train.global_batch_size=8",

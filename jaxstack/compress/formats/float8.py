@@ -42,7 +42,7 @@ class Fp8(AfterTraining, DuringTraining):
 
     method: Literal["fp8"] = "fp8"
     activations: Literal["fp8"] | None = None
-    """fp8: dense layers round the inputs of products of more than 64 rows, to FP8 with a scale for each token, and
+    """fp8: dense layers round the inputs of products of more than 16 rows, to FP8 with a scale for each token, and
     multiply on FP8 tensor cores; after training only. null: inputs are not rounded."""
 
     @property
