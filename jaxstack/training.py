@@ -88,25 +88,20 @@ class StepWrapper:
         module = trainer.module
         if module.stores_plain:
             return state._replace(params=module.split_saved(state.params)[0])
-        to_plain = functools.partial(module.to_plain, wanted=abstract_state(module.plain, trainer.optimizer))
-        return jax.jit(to_plain, out_shardings=self._stored_shardings(trainer))(state)
+        return trainer.to_plain(state)
 
     def load(self, trainer: "Training", state: TrainState) -> TrainState:
         """Convert a train state from the form in checkpoints to that of training, without what no checkpoint holds."""
         module = trainer.module
         if module.stores_plain:
             return state
-        from_plain = functools.partial(module.from_plain, wanted=abstract_state(module, trainer.optimizer))
-        return jax.jit(from_plain, out_shardings=trainer.shardings)(state)
+        return trainer.from_plain(state)
 
     def abstract_stored(self, trainer: "Training") -> TrainState:
         """Return shapes, dtypes and shardings of the train state in the form in checkpoints."""
         module = trainer.module
-        shapes = with_shardings(abstract_state(module.plain, trainer.optimizer), self._stored_shardings(trainer))
+        shapes = with_shardings(abstract_state(module.plain, trainer.optimizer), trainer.plain_shardings)
         return shapes._replace(params=module.split_saved(shapes.params)[0])
-
-    def _stored_shardings(self, trainer: "Training") -> TrainState:
-        return state_shardings(trainer.module.plain, trainer.optimizer, trainer.rules, trainer.steps.layout.zero)
 
     def evaluated(self, trainer: "Training", state: TrainState) -> tuple[Dict, Dict, dict[str, jax.Array]]:
         """Return the parameters and other variables to evaluate, and further values for an evaluation's metrics."""
@@ -323,6 +318,23 @@ class Training:
     @stored_state.setter
     def stored_state(self, state: TrainState) -> None:
         self.state = self.wrapper.load(self, state)
+
+    @property
+    def plain_shardings(self) -> TrainState:
+        """Shardings of the train state with parameters in the form in checkpoints."""
+        return state_shardings(self.module.plain, self.optimizer, self.rules, self.steps.layout.zero)
+
+    @functools.cached_property
+    def to_plain(self) -> Any:
+        """Compiled function that converts a train state to the form in checkpoints, where the two forms differ."""
+        wanted = abstract_state(self.module.plain, self.optimizer)
+        return jax.jit(functools.partial(self.module.to_plain, wanted=wanted), out_shardings=self.plain_shardings)
+
+    @functools.cached_property
+    def from_plain(self) -> Any:
+        """Compiled function that converts a train state from the form in checkpoints, where the two forms differ."""
+        wanted = abstract_state(self.module, self.optimizer)
+        return jax.jit(functools.partial(self.module.from_plain, wanted=wanted), out_shardings=self.shardings)
 
     @property
     def data_state(self) -> Mapping[str, np.ndarray]:

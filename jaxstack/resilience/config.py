@@ -1,6 +1,7 @@
 """The configuration of a run's reactions to failures, and advice on the interval between checkpoints."""
 
 import math
+from typing import Literal
 
 from pydantic import Field
 
@@ -26,10 +27,10 @@ class ResilienceConfig(Component):
     checksum_every_steps: int | None = Field(default=None, ge=1)
     """Compare the replicas of the state every so many steps, and before each save; a difference stops the run. null:
     never."""
-    verify_layout: bool = False
-    """Before a run on several devices, compare one step of a small copy of the model in the run's layout, with its
-    features and precision, with the step of one device; another loss or gradient stops the run. It compiles two small
-    programs."""
+    verify_layout: bool | Literal["auto"] = "auto"
+    """Before a run on several devices, compare one step of a small copy of the model in the run's layout with the step
+    of one device; another loss or gradient stops the run. auto: in float32, once for each program on a machine, if
+    devices hold parts of the model and compiling takes at most 20 s. true: always, in the run's precision."""
     accept_data_change: bool = False
     """Resume with other data, another tokenizer, seed or batch size than the checkpoint's."""
     heartbeat_seconds: int = Field(default=10, ge=2, le=86_400)

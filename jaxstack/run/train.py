@@ -43,7 +43,7 @@ from jaxstack.run.load import load_packed_base, start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
 from jaxstack.run.reference import add_references
 from jaxstack.run.setting import Setting, forecast_here
-from jaxstack.run.verify_layout import verify_layout
+from jaxstack.run.verify_layout import check_layout
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import copy_stop_tokens
@@ -176,6 +176,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(task))
         config, data = _open_data(task, config, say)
+        check_layout(config, say, resized=bool(setting.change))
         base, trainer = _make_trainer(task, config, data, say)
         flops = _describe(config, data, trainer, say)
         _load_frozen(config, base, trainer, say)
@@ -235,8 +236,6 @@ def _open_data(task: Task, config: RunConfig, say: Callable[[str], None]) -> tup
     for companion in companions(config):
         companion.check(config.model, data.tokenizer)
     add_references(config, data, say)
-    if config.resilience.verify_layout:
-        verify_layout(config, say)
     return config, data
 
 

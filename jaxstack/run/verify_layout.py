@@ -1,53 +1,102 @@
 """Check of a parallel layout at the start of a run: one step of a small model in it, compared with one device.
 
 A layout that sums or splits a gradient wrongly trains to a worse model in silence. So a copy of the run's model, narrow
-and with few layers, takes a step on random tokens in the run's layout, with its features and precision, and the same
-step on one device. Loss and gradients must agree up to rounding.
+and with few layers, takes a step on random tokens in the run's layout, with its features, and the same step on one
+device. Loss and gradients must agree up to rounding.
 """
 
-import itertools
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxstack.config.loader import build_component
-from jaxstack.data.config import DataConfig
-from jaxstack.distill import DistillConfig
+import jaxstack
+import pallas_kernels
+from jaxstack.distributed.coordination import all_true, broadcast_from_first, is_first
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.files import write_json
 from jaxstack.heartbeat import doing
-from jaxstack.models import ModelConfig
 from jaxstack.module_arrays.module import Dict
-from jaxstack.optim.optimizers import SGD
-from jaxstack.optim.schedules import Constant
-from jaxstack.parallel import ParallelConfig
+from jaxstack.observe.environment import installed_versions
+from jaxstack.parallel import make_mesh
 from jaxstack.parameter_paths import path_name
-from jaxstack.preference import PreferenceConfig
-from jaxstack.reinforce.policy import PolicyConfig
 from jaxstack.run.build import make_trainer
 from jaxstack.run.setting import Setting
+from jaxstack.run.small_copy import VOCABULARY, in_float32, on_one_device, small_copy
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
+from pallas_kernels.target import lowering_platform
 
-_WIDTH = 256
-"""Largest width of the small model and of its feed-forward sublayers."""
-_VOCABULARY = 512
-_LENGTH = 128
-"""Tokens of a row, or more if the layout needs them."""
+SECONDS = 20.0
+"""Longest time that `auto` waits for the two programs; a run with slower ones begins without the check."""
+_TRIES = 3
+"""Number of batches of which one must agree. Rounding may move a token to another expert, or a value to another step of
+a rounded weight or input, in one batch; a wrong layout is wrong in each."""
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Compute dtype -> largest relative difference of the loss, and of each parameter's gradient by its norm, that counts
 as rounding. A gradient without the share of some devices differs by more."""
 _FP8_TOLERANCE = 0.3
+_REDUCE_TOLERANCE = 0.02
+"""Tolerance at least, if gradients are summed in bfloat16, whose sums of two are rounded by up to 2^-9."""
 _SMALLEST_GRADIENT = 1e-3
 """Share of the largest gradient norm of a parameter below which a gradient counts as zero up to rounding."""
+_VOLTA = (7, 0)
+"""Compute capability of GPUs that run none of our kernels."""
+_SECTIONS = {"model", "train", "optimizer", "parallel", "precision", "adapters", "compression"}
+"""Sections of the small copy's configuration that its programs depend on."""
+_UNTUNED = {"xla_gpu_autotune_level": 0}
+"""Options of XLA with which it does not time matmuls on GPUs: that takes seconds, and may choose anew each time."""
+
+
+class _Difference(NamedTuple):
+    size: float
+    """Largest relative difference; NaN if a result is not finite."""
+    of: str
+
+
+class _LeftOut(Exception):
+    """The check cannot be made; the reason is its text."""
+
+
+def check_layout(config: RunConfig, say: Callable[[str], None], *, resized: bool = False) -> None:
+    """Make the check that `resilience.verify_layout` asks for, before a run; all its processes call it.
+
+    With `auto` layouts are checked in which devices hold parts of the model or of a sequence, if it takes at most
+    `SECONDS`, and no earlier run on this machine found the same program on the same kind of devices to be right.
+
+    Args:
+      config: configuration of the run, with its degrees and vocabulary filled in.
+      say: called with the result, or why there is none.
+      resized: the run goes on with fewer devices than before, in a layout that `auto` takes for checked.
+
+    Raises:
+      ConfigError: the value is `true`, and there is no small copy of the model that the layout fits.
+      JaxstackError: the results differ; the message names the parameter and the mesh axes.
+    """
+    wanted = config.resilience.verify_layout
+    if wanted is True:
+        verify_layout(config, say)
+    elif wanted == "auto" and not resized and _splits_model(config.one_worker):
+        try:
+            _verify_once(config, say)
+        except _LeftOut as reason:
+            say(f"layout check left out: {reason}")
 
 
 def verify_layout(config: RunConfig, say: Callable[[str], None]) -> None:
-    """Compare a step of a small copy of a run's model in the run's layout with the step of one device.
+    """Compare a step of a small copy of a run's model in the run's layout and precision with the step of one device.
 
     All processes call it. Distillation, preferences and rewards are left out: the loss is that of a language model.
 
@@ -59,153 +108,236 @@ def verify_layout(config: RunConfig, say: Callable[[str], None]) -> None:
       ConfigError: there is no small copy that the layout fits.
       JaxstackError: the results differ; the message names the parameter and the mesh axes.
     """
-    if config.parallel.workers > 1 and jax.process_count() > 1:
-        raise ConfigError(
-            "resilience.verify_layout compares one worker's layout, which several processes do not share; with "
-            f"parallel.workers ({config.parallel.workers}) set it to false."
-        )
+    if problem := _workers_problem(config):
+        raise ConfigError(f"{problem}; set resilience.verify_layout to false.")
     config = config.one_worker
-    devices = math.prod(config.parallel.degrees.values())
-    if devices == 1:
-        return
-    with doing("comparing a small model in the run's layout with one device"):
+    if _devices(config) > 1:
         small = small_copy(config)
-        single = _on_one_device(small)
-        # Parameters are made once: a layout must not decide on the initial values either.
-        reference = make_trainer(single, _batch_of(single), jax.local_devices()[:1])
-        many = make_trainer(small, _batch_of(small), jax.devices()[:devices])
-        start = jax.tree.map(_whole, reference.stored_state)
-        many.stored_state = jax.tree.map(_place, start, many.abstract_stored_state)
-        wanted, found = (_loss_and_gradients(trainer) for trainer in (reference, many))
-    difference, where = _largest_difference(found, wanted)
-    dtype = str(Setting(small, many.rules.mesh).dtype)
-    tolerance = _FP8_TOLERANCE if small.precision.fp8 != "none" else _TOLERANCES[dtype]
-    split = " x ".join(f"{axis} {degree}" for axis, degree in small.parallel.degrees.items() if degree > 1)
-    if not difference <= tolerance:
-        raise JaxstackError(
-            f"the layout {split} computes another {where} than one device, by {difference:.2g} of its norm (at most "
-            f"{tolerance:g} is rounding in {dtype}). The run would train on wrong gradients: leave out one axis or "
-            "feature after the other to find which of them it is, and please report it; resilience.verify_layout=false "
-            "trains all the same."
-        )
-    say(
-        f"layout {split}: a small copy of the model has the loss and gradients of one device "
-        f"(largest relative difference {difference:.1e}, {where})"
-    )
+        tolerance = _tolerance(small)
+        _judge(config, small, _compare(small, tolerance, None), tolerance, say)
 
 
-def small_copy(config: RunConfig) -> RunConfig:
-    """Return a configuration with the same layout, features and kinds of layers, and a model of few parameters.
+def _verify_once(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Compare in float32, without kernels of ours, unless a record says that it was done.
 
     Raises:
-      ConfigError: there is none that the layout fits.
+      _LeftOut: it cannot be done, or not in time.
+      JaxstackError: the results differ.
     """
-    problems: list[str] = []
-    for layers in range(1, config.model.num_layers + 1):
-        model = _small_model(config, layers)
-        if model is None or set(model.layers()) != set(config.model.layers()):
-            continue
-        for factor, length in itertools.product((1, 2, 4, 8), (_LENGTH, 4 * _LENGTH, 16 * _LENGTH)):
-            small = _with_small_batch(config.model_copy(update={"model": model}), factor, length)
-            problems = small.layout_problems()
-            if not problems:
-                return small
-    reason = f": {problems[0]}" if problems else "."
-    raise ConfigError(
-        f"resilience.verify_layout found no small copy of the model for this layout; set it to false{reason}"
-    )
-
-
-def _small_model(config: RunConfig, layers: int) -> ModelConfig | None:
-    """Return a narrow model with so many layers; None if the model's settings allow none."""
-    model = config.model
-    unit = config.parallel.tensor * config.parallel.context
-    key_heads = _least_divisor(model.kv_heads, unit)
-    changes: dict[str, Any] = {
-        "preset": None,
-        "num_layers": layers,
-        "hidden_size": min(model.hidden_size, _WIDTH),
-        "head_dim": model.width_per_head,
-        "num_kv_heads": key_heads,
-        "num_heads": key_heads * (model.num_heads // model.kv_heads),
-        "intermediate_size": min(model.feed_forward_size, _WIDTH),
-        "vocab_size": min(model.vocab_size or _VOCABULARY, _VOCABULARY),
-    }
-    if model.parametrization == "mup":
-        changes["base_width"] = changes["hidden_size"]
-    if model.moe is not None:
-        moe = model.moe
-        kept = max(2 * moe.num_experts_per_tok, moe.n_group)
-        experts = _least_divisor(moe.num_experts, math.lcm(config.parallel.expert, moe.n_group), kept)
-        changes["moe"] = {
-            **moe.model_dump(),
-            "num_experts": experts,
-            "moe_intermediate_size": min(model.expert_size, _WIDTH),
-        }
+    if problem := _workers_problem(config):
+        raise _LeftOut(f"{problem}.")
+    config = config.one_worker
     try:
-        return build_component(ModelConfig, {**model.model_dump(), **changes})
-    except ConfigError:
-        return None
+        small = in_float32(small_copy(config))
+    except ConfigError as error:
+        raise _LeftOut(str(error)) from None
+    if jax.devices()[0].platform == "gpu":
+        small = small.model_copy(update={"train": small.train.model_copy(update={"xla_options": _UNTUNED})})
+    record = _record_of(small)
+    if broadcast_from_first(record is not None and record.exists()):
+        return
+    tolerance = _tolerance(small)
+    _judge(config, small, _compare(small, tolerance, SECONDS), tolerance, say)
+    if record is not None and is_first():
+        with contextlib.suppress(OSError):  # the next start checks again
+            record.parent.mkdir(parents=True, exist_ok=True)
+            write_json(record, small.parallel.model_dump(mode="json"))
 
 
-def _least_divisor(count: int, unit: int, least: int = 1) -> int:
-    """Return the smallest divisor of `count` from `least` on that is a multiple of `unit`; `count` if none is."""
-    return next((n for n in range(max(1, least), count + 1) if count % n == 0 and n % unit == 0), count)
+def _splits_model(config: RunConfig) -> bool:
+    """Return True unless each device computes with a whole model of its own, as one device does, and sums gradients."""
+    split = {axis for axis, degree in config.parallel.degrees.items() if degree > 1}
+    if not split:
+        return False
+    mesh = make_mesh(config.parallel, jax.devices()[: _devices(config)])
+    return split != {"data"} or bool(config.parallel.zero) or Setting(config, mesh).layout.peer_copies
 
 
-def _with_small_batch(config: RunConfig, factor: int, length: int) -> RunConfig:
-    """Return the configuration with a batch of few rows, SGD without a schedule, and no other models than the run's."""
-    parallel = config.parallel
-    accumulation = config.train.gradient_accumulation
-    rows = parallel.data * parallel.fsdp * parallel.expert * accumulation * factor
-    train = {"steps": 1, "global_batch_size": rows, "sequence_length": length, "batch_ramp": None, "xla_options": {}}
-    frozen = tuple(group for group in config.optimizer.groups if group.frozen is not None)
-    return config.model_copy(
-        update={
-            "train": config.train.model_copy(update=train),
-            "optimizer": SGD(clip_norm=None, groups=frozen),
-            "schedule": Constant(),
-            "data": DataConfig(),
-            "distill": DistillConfig(),
-            "preference": PreferenceConfig(),
-            "policy": PolicyConfig(),
-            "run": config.run.model_copy(update={"init_from": None}),
-        }
+def _workers_problem(config: RunConfig) -> str:
+    """Return why the workers cannot be checked; empty if they can."""
+    if config.parallel.workers == 1 or jax.process_count() == 1:
+        return ""
+    return (
+        f"it compares one worker's layout, which several processes do not share, and parallel.workers is "
+        f"{config.parallel.workers}"
     )
 
 
-def _on_one_device(config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"parallel": ParallelConfig()})
+def _devices(config: RunConfig) -> int:
+    return math.prod(config.parallel.degrees.values())
+
+
+def _record_of(small: RunConfig) -> Path | None:
+    """Return the file that is there if this program was found right, beside the compiled programs; None without them.
+
+    Its name is a hash of all that the two programs depend on: the small copy, the sources of both packages, versions,
+    devices, and options of XLA and NCCL.
+    """
+    directory = str(jax.config.values.get("jax_compilation_cache_dir") or "")
+    if not directory or "://" in directory:
+        return None
+    device = jax.devices()[0]
+    known = {
+        "config": small.model_dump(mode="json", by_alias=True, include=_SECTIONS),
+        "sources": _hash_of_sources(),
+        "versions": installed_versions(),
+        "devices": [device.device_kind, device.client.platform_version, jax.device_count(), jax.process_count()],
+        "variables": {name: value for name, value in os.environ.items() if name.startswith(("XLA_FLAGS", "NCCL_"))},
+    }
+    name = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+    return Path(directory) / "verified_layouts" / f"{name}.json"
+
+
+@functools.cache
+def _hash_of_sources() -> str:
+    digest = hashlib.sha256()
+    for package in (jaxstack, pallas_kernels):
+        folder = Path(str(package.__file__)).parent
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(folder)}\n".encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _tolerance(small: RunConfig) -> float:
+    """Return the largest relative difference that counts as rounding."""
+    if small.precision.fp8 != "none":
+        return _FP8_TOLERANCE
+    least = _REDUCE_TOLERANCE if small.precision.reduce == "bfloat16" else 0.0
+    return max(least, _TOLERANCES[small.precision.compute_dtype(jax.devices()[0].platform)])
+
+
+def _compare(small: RunConfig, tolerance: float, seconds: float | None) -> tuple[_Difference, float]:
+    """Take the same steps in the layout and on one device, until one of them agrees.
+
+    Args:
+      small: configuration of the small copy.
+      tolerance: difference that counts as none.
+      seconds: time limit for the two programs, which are then of XLA's operations alone; None: there is none.
+
+    Returns:
+      The smallest of the differences of the steps, and the seconds that all of it took.
+    """
+    began = time.monotonic()
+    with doing("comparing a small model in the run's layout with one device"), _quick_compilation(seconds):
+        single = on_one_device(small)
+        pairs = ((single, jax.local_devices()[:1]), (small, jax.devices()[: _devices(small)]))
+        reference, many = _in_time([functools.partial(_prepare, *pair, seconds is not None) for pair in pairs], seconds)
+        # Parameters are made once: a layout must not decide on the initial values either.
+        start = jax.tree.map(_as_numbers, reference.stored_state)
+        differences = []
+        for step in range(_TRIES):
+            reference.stored_state = jax.tree.map(_place, start, reference.abstract_stored_state)
+            many.stored_state = jax.tree.map(_place, start, many.abstract_stored_state)
+            wanted = _loss_and_gradients(reference, step)
+            if not _is_finite(wanted):
+                raise _LeftOut("the loss of the small copy is not finite, or has no gradient, on one device either.")
+            differences.append(_largest_difference(_loss_and_gradients(many, step), wanted))
+            if all_true(differences[-1].size <= tolerance):  # each process compares with its own first device
+                break
+    return min(differences, key=_order), time.monotonic() - began
+
+
+@contextlib.contextmanager
+def _quick_compilation(seconds: float | None) -> Iterator[None]:
+    """Context in which XLA optimizes programs for CPUs less, if there is a time limit: most of the time is LLVM's."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values.get(name)
+    if seconds is None or before is None or jax.devices()[0].platform != "cpu":
+        yield
+        return
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _in_time(tasks: list[Callable[[], Trainer]], seconds: float | None) -> list[Trainer]:
+    """Return the results of tasks, each of which runs in a thread: XLA compiles without Python's lock.
+
+    Raises:
+      _LeftOut: there is a time limit, and here or on another process one of them took longer or failed. It ends by
+        itself beside the run; the programs are then in JAX's compilation cache for the next start.
+    """
+    threads = concurrent.futures.ThreadPoolExecutor(len(tasks))
+    futures = [threads.submit(task) for task in tasks]
+    threads.shutdown(wait=False)
+    if seconds is None:
+        return [future.result() for future in futures]
+    _, late = concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION)
+    errors = [future.exception() for future in futures if future.done() and future.exception() is not None]
+    problem = ""
+    if errors:
+        problem = str(errors[0]).splitlines()[0] if str(errors[0]) else type(errors[0]).__name__
+    elif late:
+        problem = f"compiling it takes more than {seconds:.0f} s; resilience.verify_layout=true waits for it."
+    if all_true(not problem):
+        return [future.result() for future in futures]
+    raise _LeftOut(problem or "another process could not compile it in time.")
+
+
+def _prepare(config: RunConfig, devices: list[Any], plain: bool) -> Trainer:
+    """Return a trainer with a compiled step.
+
+    Args:
+      plain: use XLA's operations alone, and multiply in float32 to its full precision.
+    """
+    with _plain_operations(devices[0].platform) if plain else contextlib.nullcontext():
+        trainer = make_trainer(config, _batch_of(config), devices)
+        trainer.compile(trainer.peek_batch(), create_state=len(devices) == 1)
+        if not trainer.module.stores_plain:  # compiled here, because the time limit holds for it, too
+            trainer.from_plain.lower(trainer.abstract_stored_state).compile()
+            trainer.to_plain.lower(trainer.abstract_state).compile()
+    return trainer
+
+
+@contextlib.contextmanager
+def _plain_operations(platform: str) -> Iterator[None]:
+    with jax.default_matmul_precision("highest"), contextlib.ExitStack() as stack:
+        if platform == "gpu":
+            stack.enter_context(lowering_platform("cuda", _VOLTA))
+        yield
 
 
 def _batch_of(config: RunConfig) -> Callable[[int], Mapping[str, np.ndarray]]:
-    """Return a function that makes a batch of random tokens, in two documents a row, whose labels count differently."""
+    """Return a function that makes batches of random tokens, in two documents a row, whose labels count differently."""
     rows = config.train.global_batch_size
     length = config.train.sequence_length
-    random = np.random.default_rng(0)
-    tokens = (config.model.vocab_size or _VOCABULARY) * random.random((rows, length + 1)) ** 3
-    tokens = tokens.astype(np.int32)
-    labels = tokens[:, 1:].copy()
-    labels[random.random((rows, length)) < np.linspace(0, 0.9, rows)[:, None]] = -100
-    documents = np.broadcast_to(np.arange(length) >= length // 3, (rows, length)).astype(np.int32) + 1
-    batch = {"tokens": tokens[:, :-1], "labels": labels, "segment_ids": documents}
-    return lambda step: batch
+
+    def make(step: int) -> Mapping[str, np.ndarray]:
+        random = np.random.default_rng(step)
+        tokens = (config.model.vocab_size or VOCABULARY) * random.random((rows, length + 1)) ** 3
+        tokens = tokens.astype(np.int32)
+        labels = tokens[:, 1:].copy()
+        labels[random.random((rows, length)) < np.linspace(0, 0.9, rows)[:, None]] = -100
+        documents = np.broadcast_to(np.arange(length) >= length // 3, (rows, length)).astype(np.int32) + 1
+        return {"tokens": tokens[:, :-1], "labels": labels, "segment_ids": documents}
+
+    return make
 
 
-def _loss_and_gradients(trainer: Trainer) -> tuple[float, Dict]:
-    """Take a step; return its loss, and by path the momentum of SGD after it, which is the gradient."""
-    batch = next(trainer.batches(0))[0]
-    metrics = trainer.train_step(batch)
-    gradients = jax.tree.map(_whole, trainer.stored_state.optimizer)
+def _loss_and_gradients(trainer: Trainer, step: int) -> tuple[float, Dict]:
+    """Take a step on a batch; return its loss, and by path the momentum of SGD after it, which is the gradient."""
+    batches = trainer.batches(step)
+    metrics = trainer.train_step(next(batches)[0])
+    batches.close()
+    gradients = _whole(trainer.stored_state.optimizer, trainer)
     leaves = jax.tree_util.tree_leaves_with_path(gradients)
-    return trainer.read(metrics)["loss"], {path_name(path): x for path, x in leaves}
+    return trainer.read(metrics)["loss"], {path_name(path).split("trace/")[-1]: x for path, x in leaves}
 
 
-def _whole(x: jax.Array) -> np.ndarray:
-    """Return an array, of which each process may have a part, as a NumPy array; random keys as their numbers."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+def _whole(tree: Any, trainer: Trainer) -> Any:
+    """Return arrays, of which each process may have a part, as NumPy arrays."""
+    if jax.process_count() > 1 and trainer.rules.mesh.size > 1:
+        everywhere = NamedSharding(trainer.rules.mesh, PartitionSpec())
+        tree = jax.jit(lambda x: x, out_shardings=everywhere)(tree)
+    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0) if x.is_fully_replicated else x), tree)
+
+
+def _as_numbers(x: jax.Array) -> np.ndarray:
+    """Return an array of one device as a NumPy array; random keys as their numbers."""
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
 def _place(x: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
@@ -214,7 +346,16 @@ def _place(x: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda index: x[index])
 
 
-def _largest_difference(found: tuple[float, Dict], wanted: tuple[float, Dict]) -> tuple[float, str]:
+def _is_finite(result: tuple[float, Dict]) -> bool:
+    norms = [float(np.linalg.norm(x)) for x in result[1].values()]
+    return all(map(math.isfinite, (result[0], *norms))) and max(norms, default=0.0) > 0
+
+
+def _order(difference: _Difference) -> float:
+    return difference.size if math.isfinite(difference.size) else math.inf
+
+
+def _largest_difference(found: tuple[float, Dict], wanted: tuple[float, Dict]) -> _Difference:
     """Return the largest relative difference, and of what it is."""
     loss = abs(found[0] - wanted[0]) / abs(wanted[0])
     norms = {path: float(np.linalg.norm(x)) for path, x in wanted[1].items()}
@@ -224,4 +365,32 @@ def _largest_difference(found: tuple[float, Dict], wanted: tuple[float, Dict]) -
     }
     worst = max(differences, key=lambda path: (not math.isfinite(differences[path]), differences[path]))
     named = f"gradient of {worst}"
-    return (loss, "loss") if not loss <= differences[worst] else (differences[worst], named)
+    return _Difference(loss, "loss") if not loss <= differences[worst] else _Difference(differences[worst], named)
+
+
+def _judge(
+    config: RunConfig,
+    small: RunConfig,
+    compared: tuple[_Difference, float],
+    tolerance: float,
+    say: Callable[[str], None],
+) -> None:
+    """Report a result that agrees.
+
+    Raises:
+      JaxstackError: it does not.
+    """
+    difference, seconds = compared
+    dtype = small.precision.compute_dtype(jax.devices()[0].platform)
+    split = " x ".join(f"{axis} {degree}" for axis, degree in config.parallel.degrees.items() if degree > 1)
+    if not all_true(difference.size <= tolerance):
+        raise JaxstackError(
+            f"the layout {split} computes another {difference.of} than one device, by {difference.size:.2g} of its "
+            f"norm (at most {tolerance:g} is rounding in {dtype}). The run would train on wrong gradients: leave out "
+            "one axis or feature after the other to find which of them it is, and please report it; "
+            "resilience.verify_layout=false trains all the same."
+        )
+    say(
+        f"layout {split}: a small copy of the model has the loss and gradients of one device (in {dtype}, largest "
+        f"relative difference {difference.size:.1e}, {difference.of}; checked in {seconds:.1f} s)"
+    )

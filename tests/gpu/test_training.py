@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.training.step_profile import device_events
+from jaxstack.run.verify_layout import check_layout
 from pallas_kernels import record_choices
 from tests.gpu.conftest import on_hopper
 from tests.small_runs import make_trainer, run_steps, small_config
@@ -109,3 +110,31 @@ def test_weights_and_gradients_travel_by_the_copy_engines(two_gpus, tmp_path, wa
     copies = sum("memcpyp2p" in kernel for kernel in kernels)
     moved = sum("nccl" in kernel and "allreduce" not in kernel for kernel in kernels)
     assert (copies > 0, moved > 0) == (way == "auto", way == "never")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.fsdp=2", "model.scan_layers=false"),
+        ("parallel.fsdp=2", "precision.fp8=current", "precision.reduce=bfloat16"),
+        ("parallel.tensor=2", "parallel.sequence=true"),
+        ("parallel.data=2", "parallel.zero=2", "model.scan_layers=false"),
+        ("parallel.context=2",),
+        ("parallel.pipeline=2", "train.gradient_accumulation=4"),
+        ("parallel.expert=2", "model.preset=qwen3-30b-a3b"),
+        ("parallel.fsdp=2", "model.preset=qwen3-next-80b-a3b", "model.num_layers=4"),
+    ],
+    ids=" ".join,
+)
+def test_a_right_layout_passes_the_check_before_a_run(two_gpus, tmp_path, overrides):
+    """It computes in float32 without kernels of ours; that says how it rounds, and in how many seconds."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    said: list[str] = []
+    try:
+        for _ in range(2):
+            check_layout(small_config(*overrides, "train.global_batch_size=8"), said.append)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    print(*said)
+    assert len(said) == 1 and "one device (in float32" in said[0], said

@@ -2,22 +2,61 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.run import small_copy as small_copies
 from jaxstack.run import verify_layout as module
-from jaxstack.run.verify_layout import small_copy, verify_layout
+from jaxstack.run.small_copy import in_float32, small_copy
+from jaxstack.run.verify_layout import check_layout, verify_layout
 from tests.small_runs import small_config
 
 LAYOUT = ("parallel.fsdp=2", "parallel.tensor=2", "train.global_batch_size=4")
+AGREES = "layout fsdp 2 x tensor 2: a small copy of the model has the loss and gradients of one device (in float32"
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    for name, value in (("_WIDTH", 32), ("_VOCABULARY", 64), ("_LENGTH", 16)):
-        monkeypatch.setattr(module, name, value)
+    for name, value in (("_WIDTH", 32), ("VOCABULARY", 64), ("_LENGTH", 16)):
+        monkeypatch.setattr(small_copies, name, value)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A compilation cache, beside whose programs right layouts are recorded."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def make_wrong(monkeypatch, *, always: bool) -> None:
+    """Has a layout add the gradients of a norm over half of the devices, in each batch or only in the first one."""
+    make_trainer = module.make_trainer
+
+    def wrong(config, data, devices):
+        trainer = make_trainer(config, data, devices)
+        if len(devices) > 1:
+            gradients = trainer.steps.gradients
+            first = data(0)["tokens"]
+
+            @functools.wraps(gradients)
+            def halved(params, others, batch, key, **settings):
+                sums, others = gradients(params, others, batch, key, **settings)
+                factor = 0.5 if always else jnp.where((batch["tokens"] == first).all(), 0.5, 1)
+                half = jax.tree.map_with_path(
+                    lambda path, g: g * factor if "final_norm" in jax.tree_util.keystr(path) else g, sums.gradients
+                )
+                return dataclasses.replace(sums, gradients=half), others
+
+            monkeypatch.setattr(trainer.steps, "gradients", halved)
+        return trainer
+
+    monkeypatch.setattr(module, "make_trainer", wrong)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +71,8 @@ def tiny(monkeypatch):
             "parallel.context=2",
             "train.gradient_accumulation=4",
         ),
+        ("parallel.pipeline=2", "parallel.microbatches=16", "train.global_batch_size=32"),
+        ("parallel.fsdp=2", "parallel.copy_engines=always", "train.gradient_accumulation=4"),
     ],
     ids=str,
 )
@@ -41,40 +82,110 @@ def test_a_small_copy_has_the_kinds_of_layers_of_the_model(overrides):
     assert small.layout_problems() == [] and small.parallel == config.parallel
     assert set(small.model.layers()) == set(config.model.layers())
     assert small.model.num_layers <= 8 and small.model.hidden_size == 32
+    assert small.train.gradient_accumulation <= (2 if config.parallel.pipeline == 1 else 4)
+
+
+def test_a_small_copy_in_float32_drops_nothing_and_names_no_kernel():
+    config = small_config(
+        *LAYOUT, "model.attention_implementation=mosaic", "model.dropout=0.1", "precision.compute=bfloat16",
+        "precision.fp8=current", "precision.reduce=bfloat16", "adapters.rules=[{path: q_proj, dropout: 0.5}]",
+    )  # fmt: skip
+    small = in_float32(small_copy(config))
+    assert small.precision.compute == "float32" and small.precision.fp8 == "none"
+    assert small.precision.reduce == "bfloat16"
+    assert small.model.attention_implementation is None and small.model.dropout == 0
+    assert [rule.dropout for rule in small.adapters.rules] == [0]
 
 
 @pytest.mark.longer
-def test_a_right_layout_is_said_and_a_wrong_gradient_stops_the_run(monkeypatch):
-    config = small_config(*LAYOUT)
+def test_a_right_layout_is_checked_once_by_default(cache):
     said = []
-    verify_layout(config, said.append)
-    assert said[0].startswith("layout fsdp 2 x tensor 2: a small copy of the model has the loss and gradients of one")
+    check_layout(small_config(*LAYOUT), said.append)
+    (line,) = said
+    assert line.startswith(AGREES) and line.endswith(" s)")
+    check_layout(small_config(*LAYOUT, "train.steps=7", "optimizer.name=lion", "run.name=other"), said.append)
+    assert len(said) == 1
+    (record,) = (cache / "verified_layouts").iterdir()
+    record.unlink()
+    check_layout(small_config(*LAYOUT), said.append)
+    assert len(said) == 2
 
-    def wrong(config, data, devices):
-        """A layout that adds the gradients of a norm over half of the devices."""
-        trainer = make_trainer(config, data, devices)
-        if len(devices) > 1:
-            gradients = trainer.steps.gradients
 
-            def halved(*args, **settings):
-                sums, others = gradients(*args, **settings)
-                half = jax.tree.map_with_path(
-                    lambda path, g: g / 2 if "final_norm" in jax.tree_util.keystr(path) else g, sums.gradients
-                )
-                return dataclasses.replace(sums, gradients=half), others
+@pytest.mark.longer
+def test_a_wrong_gradient_stops_the_run_by_default_at_each_start(cache, monkeypatch):
+    make_wrong(monkeypatch, always=True)
+    message = r"fsdp 2 x tensor 2 computes another gradient of final_norm/scale than one device, by 0\.5 "
+    for _ in range(2):
+        with pytest.raises(JaxstackError, match=message):
+            check_layout(small_config(*LAYOUT), print)
+    assert not (cache / "verified_layouts").exists()
 
-            trainer.steps.gradients = functools.wraps(gradients)(halved)
-        return trainer
 
-    make_trainer = module.make_trainer
-    monkeypatch.setattr(module, "make_trainer", wrong)
-    message = r"fsdp 2 x tensor 2 computes another gradient of .*final_norm/scale.* 0\.5 "
-    with pytest.raises(JaxstackError, match=message):
-        verify_layout(config, said.append)
+@pytest.mark.longer
+def test_what_differs_in_one_batch_alone_is_rounding(monkeypatch):
+    make_wrong(monkeypatch, always=False)
+    said = []
+    check_layout(small_config(*LAYOUT), said.append)
+    assert said[0].startswith(AGREES)
+
+
+@pytest.mark.longer
+def test_true_compares_in_the_precision_of_the_run(cache):
+    said = []
+    for _ in range(2):
+        verify_layout(small_config(*LAYOUT, "precision.compute=bfloat16"), said.append)
+    assert len(said) == 2 and all("one device (in bfloat16, " in line for line in said)
+
+
+def test_a_check_that_takes_too_long_is_left_out(cache, monkeypatch):
+    monkeypatch.setattr(module, "SECONDS", 0.01)
+    said = []
+    check_layout(small_config(*LAYOUT), said.append)
+    (line,) = said
+    assert re.fullmatch(r"layout check left out: compiling it takes more than 0 s; .*=true waits for it\.", line)
+    assert not (cache / "verified_layouts").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.data=1",),
+        ("parallel.data=4",),
+        (*LAYOUT, "resilience.verify_layout=false"),
+    ],
+    ids=str,
+)
+def test_nothing_is_compared_where_nothing_is_split(overrides, monkeypatch):
+    monkeypatch.setattr(module, "make_trainer", None)
+    check_layout(small_config(*overrides), pytest.fail)
+    assert small_config().resilience.verify_layout == "auto"
+
+
+def test_a_run_on_fewer_devices_than_before_is_not_held_up(monkeypatch):
+    monkeypatch.setattr(module, "make_trainer", None)
+    check_layout(small_config(*LAYOUT), pytest.fail, resized=True)
+
+
+def test_the_record_is_of_one_program_on_one_kind_of_devices(cache, monkeypatch):
+    def name(*overrides: str):
+        return module._record_of(in_float32(small_copy(small_config(*LAYOUT, *overrides))))
+
+    assert name() == name("train.steps=7", "run.seed=3", "data.held_out_fraction=0.1")
+    names = [name(), name("parallel.sequence=true"), name("model.post_norms=true"), name("precision.reduce=bfloat16")]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
+    names.append(name())
+    monkeypatch.setattr(module, "_hash_of_sources", lambda: "other sources")
+    names.append(name())
+    assert len(set(names)) == 6 and all(path and path.parent == cache / "verified_layouts" for path in names)
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket/compiled")
+    assert name() is None
 
 
 def test_one_worker_is_checked_in_one_process_only(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    config = small_config("parallel.workers=2")
-    with pytest.raises(ConfigError, match=r"with parallel.workers \(2\) set it to false"):
+    config = small_config("parallel.workers=2", "parallel.fsdp=2")
+    with pytest.raises(ConfigError, match=r"parallel.workers is 2; set resilience.verify_layout to false"):
         verify_layout(config, print)
+    said = []
+    check_layout(config, said.append)
+    assert said[0].startswith("layout check left out: it compares one worker's layout")
