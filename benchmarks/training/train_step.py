@@ -145,6 +145,7 @@ VARIANTS = {
     "unrolled, gathered once, sums in bfloat16": [UNROLLED, *WHOLE, *BFLOAT16_SUMS],
     "unrolled, base in nf4": [UNROLLED, "packed_base=nf4"],
     "unrolled, base in int8": [UNROLLED, "packed_base=int8"],
+    "scanned, clustered": [SCANNED, "compression.rules=[{path: attention|mlp, method: cluster}]"],
     "unrolled, full remat": [UNROLLED, "model.remat=full"],
     "unrolled, full remat, base in nf4": [UNROLLED, "model.remat=full", "packed_base=nf4"],
 }
