@@ -8,9 +8,9 @@
 A model of Llama's shape trains on the source code of the installed packages and, a tenth of its rows, on sums of
 numbers; a run that was trained before with the same settings is taken from `--folder`. Each recipe then runs in a
 process of its own, `--together` of them at a time, which take turns when they measure speed. Its row is appended to
-benchmarks/results/compressed_models.jsonl as soon as it ends. A recipe has `--limit` seconds each for compression with
-the loss, for the tasks and for decoding, without its wait for the others; one that exceeds them keeps the fields that
-it has measured (`failed`).
+benchmarks/results/compressed_models.jsonl as soon as it ends. A recipe may take `--limit` seconds from one sign of
+progress to the next: a layer that is compressed, the loss, the tasks, a compiled number of rows, the speed; one that
+exceeds them keeps the fields that it has measured (`failed`).
 
     bytes      of all parameters as stored; `smaller`: bfloat16's over them
     loss       held-out, of source code, in nats a token; `rise`: minus bfloat16's
@@ -178,7 +178,7 @@ def measure(folder: Path, recipe: str, size: Size, export: bool) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         out = Path(place) / "model"
         options = CompressOptions(text=TextOptions(max_tokens=size.eval_tokens), layer_tokens=0)
-        found = compress(folder / "run", rules, out, options)
+        found = compress(folder / "run", rules, out, options, lambda line: print(line, flush=True))
         assert found.loss_after is not None
         report(device=jax.devices()[0].device_kind, bytes=found.bytes_after, loss=found.loss_after.loss,
                eval_tokens=found.loss_after.tokens, steps=found.step,
@@ -215,6 +215,7 @@ def decoding_speed(decoder: Any, size: Size, turn: Turn) -> Row:
 
     with record_choices() as choices:
         for rows in size.rows:  # compiles while others use the GPU
+            print(f"compiling decoding of {rows} rows", flush=True)
             list(decoder.generate([[1] * size.prompt] * rows, size.answer, Sampling(temperature=0.0)))
     turn.wait(lambda: print("waiting for the other recipes", flush=True))
     found = {rows: 1e3 * measure_decoding(decoder, rows, size.prompt, size.answer)[1] for rows in size.rows}
@@ -231,7 +232,7 @@ def write_export(model: Path, output: Path, form: str) -> None:
 
 
 def recipe_row(command: list[str], recipe: str, limit: float, environment: Mapping[str, str]) -> Row:
-    """Run the process of a recipe; return its fields, with `failed` if it broke off or a stage reached the limit."""
+    """Run the process of a recipe; return its fields, with `failed` if it broke off or hung for `limit` seconds."""
     row: Row = {"variant": recipe, "implementation": "jaxstack"}
     began = time.perf_counter()
     for event in events([*command, "--worker", recipe], limit, environment):
@@ -274,7 +275,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=positive(float), default=75e6, help="of the training (default: 75e6)")
     parser.add_argument("--megabytes", type=positive(float), default=350, help="source code to train on (350)")
     parser.add_argument("--train-limit", type=positive(float), default=270, help="seconds of training (270)")
-    parser.add_argument("--limit", type=positive(float), default=120, help="seconds of a stage of a recipe (120)")
+    parser.add_argument("--limit", type=positive(float), default=120, help="seconds without progress (120)")
     parser.add_argument("--together", type=positive(int), default=6, help="recipes that run at the same time (6)")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="NAME|FILE", help="recipes (all)")
     parser.add_argument("--folder", type=Path, help="directory of text and run, kept (default: a temporary one)")

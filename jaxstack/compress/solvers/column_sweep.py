@@ -20,9 +20,13 @@ from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field
 
 from jaxstack.compress.base import AfterTraining, InputStatistics, Statistic
+from pallas_kernels.target import current_target
 
 BLOCK = 128
 """Columns of a block; also the columns over which a rule may compare weights."""
+GPU_COLUMNS = 4
+"""Columns per iteration on GPUs, where XLA makes two kernels of an iteration with one column or four: the time is that
+of starting them. CPUs take longer with more than one. The results are the same."""
 DAMPING = 0.01
 """Default share of the mean of H's diagonal that is added to it."""
 
@@ -126,7 +130,8 @@ def _sweep_block(
         w = jnp.where(is_column, new[:, None], w - error[:, None] * upper[i])
         return w, jnp.where(is_column, error[:, None], errors), state
 
-    w, errors, _ = jax.lax.fori_loop(0, w.shape[1], step, (w, jnp.zeros_like(w), state))
+    unroll = GPU_COLUMNS if current_target().platform == "cuda" else 1
+    w, errors, _ = jax.lax.fori_loop(0, w.shape[1], step, (w, jnp.zeros_like(w), state), unroll=unroll)
     return w, errors
 
 

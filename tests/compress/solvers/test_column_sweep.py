@@ -8,10 +8,11 @@ import pytest
 from benchmarks.compression.synthetic_layer import SyntheticLayer, make_layer
 from jaxstack.compress.formats.sparse import Pattern
 from jaxstack.compress.solvers.awq import candidate_scales, round_scaled, rounding_errors
-from jaxstack.compress.solvers.column_sweep import factorize
-from jaxstack.compress.solvers.gptq import Rounded, gptq
+from jaxstack.compress.solvers.column_sweep import factorize, sweep
+from jaxstack.compress.solvers.gptq import Round, Rounded, gptq
 from jaxstack.compress.solvers.sparsegpt import sparsegpt
 from jaxstack.compress.solvers.wanda import wanda
+from pallas_kernels import lowering_platform
 from pallas_kernels.weight_only.rounding_grid import Grid
 
 PRUNING = {
@@ -30,6 +31,17 @@ def layer() -> SyntheticLayer:
 
 def _float32(x: np.ndarray) -> jax.Array:
     return jnp.asarray(x, jnp.float32)
+
+
+def test_as_many_columns_an_iteration_as_on_a_gpu_give_the_same_values(layer: SyntheticLayer):
+    w = _float32(layer.w)[:, :134]  # a block and six columns, of which two are left over
+    scales = jnp.broadcast_to(Grid(4).scales(w), w.shape)
+    upper = factorize(_float32(layer.hessian)[:134, :134]).upper
+    one = sweep(w, upper, Round(Grid(4)), scales)
+    with lowering_platform("cuda"):
+        several = sweep(w, upper, Round(Grid(4)), scales)
+    np.testing.assert_array_equal(one, several)
+    assert (one != w).mean() > 0.9
 
 
 def _values(grid: Grid, rounded: Rounded) -> jax.Array:
