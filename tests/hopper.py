@@ -16,11 +16,11 @@ from jaxstack.plan.rehearsal import can_compile, gpu_topology
 from tests.compilation import fully_optimized
 
 
-def hopper_topology(devices: int = 4) -> Any:
-    """One host with that many H200s; made once per process, as devices of two never compare equal."""
+def hopper_topology(devices: int = 4, processes: int | None = None) -> Any:
+    """One host with that many H200s, of one process or several; made once, as devices of two never compare equal."""
     if not can_compile():
         pytest.skip("compiling for H200 needs the CUDA plugin of JAX: pip install 'jaxstack[cuda]'")
-    return gpu_topology(devices)
+    return gpu_topology(devices, processes=processes)
 
 
 def hopper_mesh(axes: Mapping[str, int] | None = None) -> Mesh:

@@ -16,10 +16,10 @@ from tests.hopper import hopper_topology
 
 
 @fully_optimized()
-def compile_step(config: RunConfig) -> tuple[Trainer, Any]:
-    """A run's trainer on as many H200s as its layout has, and its train step compiled for them."""
+def compile_step(config: RunConfig, processes: int | None = None) -> tuple[Trainer, Any]:
+    """A run's trainer on as many H200s as its layout has, of one process or several, and its compiled train step."""
     devices = config.parallel.workers * math.prod(config.parallel.degrees.values())
-    mesh = make_mesh(config.parallel, hopper_topology(devices).devices)
+    mesh = make_mesh(config.parallel, hopper_topology(devices, processes).devices)
     trainer = make_trainer(config, lambda step: {}, mesh=mesh)
     rows = config.train.global_batch_size
     length = config.train.sequence_length

@@ -106,8 +106,8 @@ class ParallelConfig(Component):
     """Megatron's sequence parallelism: between the matmuls, activations are split along the sequence on `tensor`."""
     overlap: Literal["auto", "always", "never"] = "auto"
     """Overlap of communication and matmuls with `sequence`. auto: if measured faster; always: by XLA's collectives if
-    the kernels do not fit; never. In generation and serving with `tensor`: never leaves small all-reduces to XLA,
-    auto lets a kernel of jaxstack compute those that it can."""
+    the kernels do not fit, also between processes of a host; never. In generation and serving with `tensor`: never
+    leaves small all-reduces to XLA, auto lets a kernel of jaxstack compute those that it can."""
     prefetch: bool = False
     """True gathers the next layer's weights, and scatters the last one's gradients, while a scanned layer computes;
     needs `fsdp` or `context`, and `model.scan_layers`. Two layers' weights and gradients are in memory; a step of

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxstack.distributed.xla_options import ONE_SIDED_NCCL, nccl_version
 from jaxstack.jax_compat import concrete_mesh
 from jaxstack.parallel.rules import AxisRules, axes_of
 from jaxstack.parallel.sharding_context import ShardingContext, current_context
@@ -57,6 +58,14 @@ def _lower_priority_reason(call: _Call) -> str | None:
     return None if call.always else reason_against_kernels(call.products)
 
 
+@dataclass(frozen=True)
+class _Overlapped:
+    """Sharding rules of overlapped matmuls, and the backend of their kernels by name; None for the automatic choice."""
+
+    context: ShardingContext
+    implementation: str | None
+
+
 def _do_nothing(call: _Call) -> None:
     """Placeholder for a backend's function: callers such as `gather_project` call the chosen kernels themselves."""
 
@@ -84,13 +93,14 @@ def gather_project(x: jax.Array, kernels: Sequence[jax.Array], unsuitable: str |
     Returns:
       A result [B, T, F] for each kernel, sharded along F.
     """
-    context = _context_for("tensor_parallel_input", x.shape, x.dtype, kernels, (), unsuitable)
-    if context is None:
+    chosen = _choose("tensor_parallel_input", x.shape, x.dtype, kernels, (), unsuitable)
+    if chosen is None:
         return None
-    rules = context.rules
+    rules = chosen.context.rules
+    options = {"axis_name": AXIS, "implementation": chosen.implementation}
 
     def local(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
-        parts = all_gather_matmul(x.reshape(-1, x.shape[2]), [_matrix(k, 1) for k in kernels], axis_name=AXIS)
+        parts = all_gather_matmul(x.reshape(-1, x.shape[2]), [_matrix(k, 1) for k in kernels], **options)
         sizes = jax.lax.axis_size(AXIS), x.shape[0], x.shape[1]
         whole = (part.reshape(*sizes, -1).swapaxes(0, 1) for part in parts)
         return [part.reshape(x.shape[0], -1, *kernel.shape[1:]) for part, kernel in zip(whole, kernels, strict=True)]
@@ -113,17 +123,18 @@ def project_scatter(y: jax.Array, kernel: jax.Array, unsuitable: str | None = No
       [B, T, D], sharded along T.
     """
     shape = (*y.shape[:2], kernel.shape[-1])
-    context = _context_for("tensor_parallel_output", shape, y.dtype, (), (kernel,), unsuitable)
-    if context is None:
+    chosen = _choose("tensor_parallel_output", shape, y.dtype, (), (kernel,), unsuitable)
+    if chosen is None:
         return None
-    rules = context.rules
+    rules = chosen.context.rules
+    options = {"axis_name": AXIS, "implementation": chosen.implementation}
 
     def local(y: jax.Array, kernel: jax.Array) -> jax.Array:
         batch = y.shape[0]
         devices = jax.lax.axis_size(AXIS)
         matrix = _matrix(kernel, kernel.ndim - 1)
         by_device = y.reshape(batch, devices, -1, matrix.shape[0]).swapaxes(0, 1)
-        out = matmul_reduce_scatter(by_device.reshape(-1, matrix.shape[0]), matrix, axis_name=AXIS)
+        out = matmul_reduce_scatter(by_device.reshape(-1, matrix.shape[0]), matrix, **options)
         return out.reshape(batch, -1, matrix.shape[1])
 
     rows = _batch_axes(rules, y.shape[0])
@@ -154,33 +165,34 @@ def gather_project_scatter(
     """
     kernels = [kernel for kernel, _ in firsts]
     biases = [bias for _, bias in firsts]
-    context = _context_for("tensor_parallel_mlp", x.shape, x.dtype, kernels, (last,), unsuitable)
-    if context is None:
+    chosen = _choose("tensor_parallel_mlp", x.shape, x.dtype, kernels, (last,), unsuitable)
+    if chosen is None:
         return None
-    rules = context.rules
-    inner = context.within(rules.free)
+    rules = chosen.context.rules
+    inner = chosen.context.within(rules.free)
+    options = {"axis_name": AXIS, "implementation": chosen.implementation}
 
     def local(x: jax.Array, kernels: list[jax.Array], biases: list[jax.Array | None], last: jax.Array) -> jax.Array:
-        parts = all_gather_matmul(x.reshape(-1, x.shape[2]), kernels, axis_name=AXIS)
+        parts = all_gather_matmul(x.reshape(-1, x.shape[2]), kernels, **options)
         parts = [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
         with inner.entered():
             hidden = between(*parts)
-        return matmul_reduce_scatter(hidden, last, axis_name=AXIS).reshape(x.shape)
+        return matmul_reduce_scatter(hidden, last, **options).reshape(x.shape)
 
     rows = PartitionSpec(_batch_axes(rules, x.shape[0]), AXIS)
     ins = (rows, PartitionSpec(None, AXIS), PartitionSpec(AXIS), PartitionSpec(AXIS))
     return _mapped(rules, local, ins, rows)(x, kernels, biases, last)
 
 
-def _context_for(
+def _choose(
     operation: str,
     shape: tuple[int, ...],
     dtype: jax.typing.DTypeLike,
     gathering: Sequence[jax.Array],
     scattering: Sequence[jax.Array],
     unsuitable: str | None,
-) -> ShardingContext | None:
-    """Choose and record if kernels overlap these matmuls with communication; return sharding rules if so, else None.
+) -> _Overlapped | None:
+    """Choose and record if kernels overlap these matmuls with communication; return how if so, else None.
 
     Args:
       operation: the name under which the choice is recorded.
@@ -218,7 +230,15 @@ def _context_for(
     request = CollectiveRequest(batch * shape[1] // devices, shape[2], inner, devices, AXIS, dtype, current_target())
     named = "compiler" if overlap == "never" else None
     chosen = select(operation, _BACKENDS, named, _Call(request, unsuitable, overlap == "always"))
-    return context if chosen.name == "overlapped" else None
+    if chosen.name != "overlapped":
+        return None
+    return _Overlapped(context, _named_kernels(request) if overlap == "always" else None)
+
+
+def _named_kernels(request: CollectiveRequest) -> str | None:
+    """Return the name of the kernels' backend where several processes can use it, which is not its automatic choice."""
+    between = jax.process_count() > 1 and nccl_version() >= ONE_SIDED_NCCL
+    return "mosaic" if between and reason_against_kernels(request, support_only=True) is None else None
 
 
 def sum_over_tensor(x: jax.Array) -> jax.Array:

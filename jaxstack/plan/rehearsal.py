@@ -170,7 +170,7 @@ def can_compile() -> bool:
 
 
 @functools.cache
-def gpu_topology(devices: int, kind: str = "h200") -> topologies.TopologyDescription:
+def gpu_topology(devices: int, kind: str = "h200", processes: int | None = None) -> topologies.TopologyDescription:
     """Return the topology of `devices` GPUs on hosts of at most eight, as a target of ahead-of-time compilation.
 
     The result is cached per process, because devices of two topologies never compare equal.
@@ -178,13 +178,15 @@ def gpu_topology(devices: int, kind: str = "h200") -> topologies.TopologyDescrip
     Args:
       devices: number of GPUs.
       kind: kind of GPU, the name of a file in `TARGETS`.
+      processes: number of processes, which divide the GPUs; default: one for each host.
     """
     per_host = math.gcd(devices, GPUS_PER_HOST) if devices > GPUS_PER_HOST else devices
+    each = per_host if processes is None else devices // processes
     return topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
         target_config=(TARGETS / f"{kind}.txtpb").read_text(),
-        topology=f"1x{devices // per_host}x{per_host}",
+        topology=f"1x{devices // each}x{each}",
     )
 
 

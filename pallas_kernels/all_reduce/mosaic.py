@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.all_reduce.request import AllReduceRequest, NormSettings
-from pallas_kernels.hopper.peers import unsupported_peers
+from pallas_kernels.hopper.peers import unmeasured_peers, unsupported_peers
 from pallas_kernels.hopper.scheduler import deal
 from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.mosaic_api import Index, Ref, load_vectors, pl, plgpu, speed_up_lowering, store_vectors
@@ -119,6 +119,8 @@ def lower_priority_reason(request: AllReduceRequest) -> str | None:
     """Return why XLA's all-reduce is preferred, or None."""
     if request.devices == 1:
         return "on one device there is nothing to add"
+    if reason := unmeasured_peers(request.target):
+        return reason
     if request.devices > _MOST_TRIED:
         return f"it has not run on more than {_MOST_TRIED} devices yet, the axis has {request.devices}"
     size = request.rows * request.width * jnp.dtype(request.dtype).itemsize

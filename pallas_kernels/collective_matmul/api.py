@@ -91,7 +91,12 @@ def matmul_reduce_scatter(
     return gradients.multiply_scatter(multiplier, axis_name, x, w)
 
 
-def reason_against_kernels(request: CollectiveRequest) -> str | None:
-    """Return why the Hopper kernels would not be chosen by default, or None; can be called outside `shard_map`."""
+def reason_against_kernels(request: CollectiveRequest, *, support_only: bool = False) -> str | None:
+    """Return why the Hopper kernels would not be chosen by default, or None; can be called outside `shard_map`.
+
+    Args:
+        request: The checked arguments of a call.
+        support_only: Leave out why another backend is faster.
+    """
     kernels = BACKENDS[0]
-    return kernels.unsupported_reason(request) or kernels.lower_priority_reason(request)
+    return kernels.unsupported_reason(request) or (None if support_only else kernels.lower_priority_reason(request))

@@ -1,9 +1,10 @@
 """Backend for Hopper GPUs: kernels that send and receive over NVLink while they multiply.
 
-jax 0.11 needs for that one process with all devices of the mesh (devices then read each other's addresses from a table
-that XLA fills in), peer access between them, and devices in row-major order in the mesh (jax says so itself while
-lowering); otherwise the backend is refused. Collective operations may run at the same time as the kernels, see
-`hopper.scheduler`.
+jax 0.11 needs for that all devices of the mesh on one host (devices then read each other's addresses from a table that
+XLA fills in), peer access between them, and devices in row-major order in the mesh (jax says so itself while lowering);
+otherwise the backend is refused. For devices of several processes XLA allocates the kernels' arrays in memory that NCCL
+2.29 maps into all of them; arguments of the program are copied there first. Collective operations may run at the same
+time as the kernels, see `hopper.scheduler`.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.collective_matmul import mosaic_gather, mosaic_scatter
 from pallas_kernels.collective_matmul.mosaic_product import CollectiveProduct, CollectiveTiling
 from pallas_kernels.collective_matmul.request import CollectiveRequest
-from pallas_kernels.hopper.peers import unsupported_peers
+from pallas_kernels.hopper.peers import unmeasured_peers, unsupported_peers
 from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.target import multiprocessors
 
@@ -84,6 +85,8 @@ def lower_priority_reason(request: CollectiveRequest) -> str | None:
     """Return why the matmul is too small to hide its communication, so that XLA is preferred; or None."""
     if request.devices == 1:
         return "on one device there is nothing to send"
+    if reason := unmeasured_peers(request.target):
+        return reason
     # One kernel's tiles cover F/n columns, the other's D: the backward of each is the other.
     rows = request.rows * request.devices
     columns = min(sum(request.inner), request.width)

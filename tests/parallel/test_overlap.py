@@ -150,3 +150,19 @@ def test_compiled_for_h200s_only_our_kernels_move_a_layers_activations(degrees):
     moved = [row for row in collectives(text, axes) if row.axes == ("tensor",) and row.payload_bytes == stream]
     # What remains: the embedding's sum, the head's input, and their gradients.
     assert sum(row.calls for row in moved) <= 4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="several processes need jax 0.11.2")
+@pytest.mark.parametrize("degrees", [("parallel.tensor=2",), ("parallel.fsdp=2", "parallel.tensor=2")], ids=str)
+def test_compiled_for_a_process_per_gpu_all_arrays_of_the_kernels_are_in_shared_memory(degrees):
+    devices = 2 ** len(degrees)
+    trainer, program = compile_step(small_config(*SHAPE, *degrees), processes=devices)
+    assert overlapped(trainer.choices) == WORKERS
+    kernels = [line for line in program.as_text().splitlines() if "xla_replica_ids" in line]
+    assert len(kernels) == 4 + 3 + 4
+    for kernel in kernels:
+        (arguments,) = re.findall(r'symmetric_memory_parameters = "([\d,]*)"', kernel)
+        assert set(arguments) == {"1", ","}
+        results = kernel.partition(" custom-call(")[0]
+        assert results.count("S(1)") == len(re.findall(r"(?:bf16|s32)\[", results))
