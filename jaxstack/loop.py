@@ -36,6 +36,7 @@ from jaxstack.resilience.replica_check import StateCheck
 from jaxstack.resilience.run_checkpoints import RunCheckpoints
 from jaxstack.resilience.skipped_steps import SkippedSteps
 from jaxstack.resilience.stop_request import Interrupted, StopRequest
+from jaxstack.run_config import FEATURES
 from jaxstack.state import LATER_FIELDS
 from jaxstack.step import Metrics
 from jaxstack.training import Training
@@ -165,6 +166,7 @@ class Loop:
             accept_data_change=self.settings.resilience.accept_data_change,
             say=self.log.say,
             memory=self._open_memory(stack, run_dir),
+            fixed={feature.section: feature.fixed for feature in FEATURES if feature.fixed is not None},
         )
 
     def _open_memory(self, stack: contextlib.ExitStack, run_dir: Path) -> MemoryCheckpoints | None:

@@ -57,11 +57,6 @@ def get(tree: Mapping[str, Any], path: str) -> Any:
     return branch
 
 
-ADAPTER = re.compile(r"(^|/)adapter/")
-"""Matches the paths of parameters that an adapter adds to a layer (`jaxstack.models.adapters`)."""
-ADDED = re.compile(rf"{ADAPTER.pattern}|^reward_head$")
-"""Matches the paths of all parameters that a run adds to the model that it starts from."""
-
 V = TypeVar("V")
 Rules = Sequence[tuple[str, V]]
 

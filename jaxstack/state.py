@@ -59,7 +59,7 @@ def with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
 def start_shapes(module: ModuleArrays, rules: AxisRules, zero: int = 0) -> tuple[Dict, Dict]:
     """Return shapes, dtypes and shardings of a run's initial parameters, and of those that no checkpoint holds.
 
-    Both are what a step computes with, in the order of checkpoints; the first are without adapters and a reward head.
+    Both are what a step computes with, in the order of checkpoints; the first are without what views add.
     Arguments as in `state_shardings`.
     """
     used = module.used.plain

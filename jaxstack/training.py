@@ -23,7 +23,7 @@ from jaxstack.module_arrays.module import Dict, ModuleArrays, NNXFactory
 from jaxstack.module_arrays.pipeline_order import PipelineOrder
 from jaxstack.module_arrays.views import with_views
 from jaxstack.optim.base import Optimizer, StepOptimizer
-from jaxstack.optim.build import build_optimizer, make_frozen_predicate
+from jaxstack.optim.build import build_optimizer, frozen_by_groups
 from jaxstack.optim.optimizers import AdamW
 from jaxstack.optim.schedules import Constant, Cosine, Schedule
 from jaxstack.parallel import ParallelConfig, StepLayout, make_mesh
@@ -214,7 +214,7 @@ class Training:
         else:
             self.learning_rate = lambda step: peak * multiplier(step)
         everything = self.module.abstract_params
-        self.module.freeze(make_frozen_predicate(optimizer, everything))
+        self.module.freeze(frozen_by_groups(optimizer))
         trained = self.module.split_frozen(everything)[0]
         stacked = self.module.stacked_parameters(self.rules)
         specs = self.module.split_frozen(self.module.parameter_specs(self.rules, zero))[0]
@@ -260,7 +260,7 @@ class Training:
         """Restart at step 0 from these parameters, which are donated (their memory is reused).
 
         Args:
-          params: as `start_shapes` describes; the parameters of adapters are initialized.
+          params: as `start_shapes` describes; what views add to them, such as adapters, is initialized.
         """
         params = self.module.join(params, self._take_unsaved())
 

@@ -186,7 +186,7 @@ def take_steps(start: str, *overrides: str, count: int = 2) -> tuple[list[dict[s
     devices = math.prod(config.parallel.degrees.values())
     trainer = make_trainer(config, lambda step: {}, jax.devices()[:devices])
     for name in companions_of(trainer):
-        own = trainer.module.split_adapters(trainer.module.split_saved(trainer.state.params)[0])[0]
+        own = trainer.module.split_added(trainer.module.split_saved(trainer.state.params)[0])[0]
         trainer.load_unsaved({name: jax.tree.map(jnp.copy, own)})
     pairs = pairs_at(0, rows=config.preference.method.rows)
     if config.preference.cache_reference:  # of another model, to which most answers are less likely

@@ -16,7 +16,7 @@ from jaxstack.compress.config import choose_rules
 from jaxstack.compress.matrix import Weight, find_weights
 from jaxstack.errors import ConfigError
 from jaxstack.module_arrays.module import Dict, ModuleArrays
-from jaxstack.module_arrays.view import Path, View, get_path, map_paths
+from jaxstack.module_arrays.view import Path, Reader, View, get_path, map_paths
 from jaxstack.module_arrays.views import with_views
 from jaxstack.parameter_paths import nest
 from pallas_kernels.weight_only.packed import PackedWeight
@@ -125,6 +125,13 @@ class Compression(View):
 
     def load(self, params: Dict) -> Dict:
         return self._mapped(lambda rule, weight, stored: rule.export(stored, weight.layout), params)
+
+    def read(self, path: str, stored: Reader) -> Any:
+        found = stored(path)
+        if path not in self.chosen:
+            return found
+        rule, weight = self.chosen[path]
+        return np.asarray(rule.export(jax.tree.map(jnp.asarray, found), weight.layout))
 
     def master(self, params: Dict) -> Dict:
         """Convert stored parameters to unrounded float32 weights, as input of compression after training. Traceable."""

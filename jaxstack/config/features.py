@@ -49,6 +49,21 @@ class Remark:
 
 
 @dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A section whose settings a run keeps when it goes on, as the parameters of its checkpoints depend on them.
+
+    Attributes:
+      what: what the section describes, for the message.
+      new_run: what a new run that starts from this one makes of it, as a clause that begins with "which".
+      free: keys of the section, at any depth, that may change nevertheless.
+    """
+
+    what: str
+    new_run: str
+    free: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Feature:
     """Something that a configuration turns on, such as a pipeline or adapters.
 
@@ -60,6 +75,7 @@ class Feature:
       also: names of features that it is a kind of, whose exclusions it shares.
       excludes: features that it cannot be combined with. Each pair is declared once, by one of the two.
       remarks: features that it works with slower, or within limits.
+      fixed: set if a run that goes on keeps the section.
     """
 
     name: str
@@ -69,6 +85,7 @@ class Feature:
     excludes: tuple[Excludes, ...] = ()
     remarks: tuple[Remark, ...] = ()
     also: tuple[str, ...] = ()
+    fixed: Fixed | None = None
 
     def refuse(self, others: Iterable[str], way_out: str) -> None:
         """Raise ConfigError if one of the named features is excluded: for objects made without a configuration.

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Key
 from pydantic import Field
 
 from jaxstack.config.base import Component, PathRule
-from jaxstack.config.features import Excludes, Feature
+from jaxstack.config.features import Excludes, Feature, Fixed
 from jaxstack.errors import ConfigError
 from jaxstack.models.dropout import drop, fold_key
 from jaxstack.models.linear import Kernel, Linear, multiply
@@ -94,19 +94,23 @@ class Adapter(nnx.Module):
     def output_factors(self, kernel: Kernel, a: ArrayLike, b: ArrayLike) -> jax.Array:
         """Return DoRA's factor of each output, m / |W + s A B| [..., out] float32, whose norm is a constant."""
         assert self.magnitude is not None, "LoRA has no factors"
+        adapted = jax.lax.stop_gradient(self._adapted(kernel, a, b))
+        return self.magnitude[...] / _column_norms(adapted, self.contracted, self._count_stacked(a))
+
+    def column_norms(self, kernel: Kernel, a: ArrayLike, b: ArrayLike) -> jax.Array:
+        """Return the norm of each output's column of W + s A B [..., out] float32, DoRA's initial magnitudes.
+
+        The arrays are passed in because this adapter may be abstract.
+        """
+        return _column_norms(self._adapted(kernel, a, b), self.contracted, self._count_stacked(a))
+
+    def _adapted(self, kernel: Kernel, a: ArrayLike, b: ArrayLike) -> jax.Array:
+        """Return W + s A B in float32."""
         if isinstance(kernel, PackedWeight):
             value = kernel.dense()
         else:
             value = kernel.carrier if isinstance(kernel, QuantizedWeight) else kernel
-        stacked = self._count_stacked(a)
-        adapted = jax.lax.stop_gradient(_adapted_kernel(value, a, b, self.scale, stacked))
-        return self.magnitude[...] / _column_norms(adapted, self.contracted, stacked)
-
-    def set_magnitudes(self, layer: Adaptable) -> None:
-        """Set DoRA's magnitudes to the column norms of the layer's current weight, adapter included."""
-        if self.magnitude is not None:
-            adapted = self.merge(layer.kernel[...], self.a[...], self.b[...])
-            self.magnitude[...] = _column_norms(adapted, self.contracted, self._count_stacked(self.a[...]))
+        return _adapted_kernel(value, a, b, self.scale, self._count_stacked(a))
 
     def merge(self, kernel: ArrayLike, a: ArrayLike, b: ArrayLike, magnitude: ArrayLike | None = None) -> jax.Array:
         """Merge the adapter into the kernel: return a float32 kernel that gives the same outputs on its own.
@@ -187,13 +191,6 @@ def without_adapters(model: Module) -> Module:
     return plain
 
 
-def set_dora_magnitudes(model: Module) -> Module:
-    """Set the magnitudes of all DoRA adapters to the column norms of the current weights, in place."""
-    for layer in adapted_layers(model).values():
-        layer.adapter.set_magnitudes(layer)
-    return model
-
-
 def adapted_layers(model: nnx.Module) -> dict[str, Adaptable]:
     """Return the layers that have a LoRA or DoRA adapter, keyed by their path in the module."""
     return {"/".join(map(str, path)): layer for path, layer in _adaptable_layers(model) if layer.adapter is not None}
@@ -217,6 +214,7 @@ FEATURES = (
         "adapters",
         lambda adapters: bool(adapters.rules),
         ("adapters.rules=[{path: q_proj, rank: 2}]",),
+        fixed=Fixed("the adapters", "which merges the adapters trained so far into the weights", free=("dropout",)),
         excludes=(
             Excludes(
                 "pipeline",

@@ -45,5 +45,9 @@ class Companion(View):
             raise ConfigError(f"a model with a {self.name} does not support a pipeline; set parallel.pipeline=1.")
         return self
 
+    def fold(self, module: nnx.Module) -> nnx.Module:
+        delattr(module, self.name)
+        return module
+
     def saves(self, path: str) -> bool:
         return not path.startswith(f"{self.name}/")

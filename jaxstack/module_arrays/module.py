@@ -15,11 +15,10 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxstack.errors import ConfigError
-from jaxstack.models.adapters import merge_adapters, set_dora_magnitudes
 from jaxstack.models.initialization import Width
 from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
-from jaxstack.parameter_paths import ADAPTER, ADDED, flatten, nest, split_paths
+from jaxstack.parameter_paths import flatten, nest, split_paths
 from jaxstack.precision import ScalingState, update_scaling
 
 State = TypeVar("State")
@@ -157,20 +156,54 @@ class ModuleArrays:
         """Build the module from nested dicts of its parameters and its other variables."""
         return nnx.merge(self._graphdef, _filled(self._params, params), _filled(self._non_params, non_params))
 
-    def freeze(self, is_frozen: Callable[[str], bool]) -> None:
+    @property
+    def abstract_module(self) -> Any:
+        """The module that steps compute with, whose arrays are `jax.ShapeDtypeStruct`."""
+        return self.merge(self.abstract_params, self.abstract_non_params)
+
+    def fold(self, params: Dict) -> Dict:
+        """Return the parameters of the model without what the views add, which compute the same. Traceable.
+
+        They are in the order of checkpoints, and in the form for evaluation and export.
+        """
+        if not self.views:
+            return params
+        module = self.merge(params, self.abstract_non_params)
+        for view in self.views:
+            module = view.fold(module)
+        return self.split(module)[0]
+
+    def freeze(self, chosen: Callable[[str], bool | None]) -> None:
         """Exclude parameters from training: they get no gradient and no optimizer state.
 
         Args:
-          is_frozen: returns True for the path of a parameter to exclude.
+          chosen: returns for the path of a parameter whether to exclude it; None: the views decide.
 
         Raises:
-          ConfigError: all parameters are excluded.
+          ConfigError: all parameters are excluded, or a view does not allow it.
         """
+
+        def is_frozen(path: str) -> bool:
+            found = chosen(path)
+            return not self.trains(path) if found is None else found
+
+        self._freeze(is_frozen)
+
+    def _freeze(self, is_frozen: Callable[[str], bool]) -> None:
         self._is_frozen = is_frozen
         if not self.abstract_params:
             raise ConfigError("the module has no parameters (flax.nnx.Param), so that there is nothing to train.")
         if not jax.tree.leaves(self.split_frozen(self.abstract_params)[0]):
             raise ConfigError("every parameter is frozen, so that nothing is left to train; see optimizer.groups.")
+
+    def trains(self, path: str) -> bool:
+        """Return whether the views have the parameter at a path trained, where no rule says whether it is."""
+        found = [view.trains(path) for view in self.views]
+        return True in found or False not in found
+
+    def adds(self, path: str) -> bool:
+        """Return True if a view adds the parameter at a path to the model that a run starts from."""
+        return any(view.adds(path) for view in self.views)
 
     def saves(self, path: str) -> bool:
         """Return True if checkpoints hold the parameter at a path; others are read from elsewhere, and never trained.
@@ -204,25 +237,25 @@ class ModuleArrays:
         """Merge parts, such as those that `split_frozen` returned, into one tree; the last that has a path counts."""
         return nest(item for part in parts for item in flatten(part).items())
 
-    def split_adapters(self, params: Dict) -> tuple[Dict, Dict]:
-        """Split parameters into (base parameters, parameters of the adapters), as nested dicts."""
-        return split_paths(params, lambda path: not ADAPTER.search(path))
-
     def split_added(self, params: Dict) -> tuple[Dict, Dict]:
-        """Split parameters into (those that a run can start from, adapters and a reward head), as nested dicts."""
-        return split_paths(params, lambda path: not ADDED.search(path))
+        """Split parameters into (those that a run can start from, those that views add)."""
+        return split_paths(params, lambda path: not self.adds(path))
 
     def complete(self, params: Dict, key: jax.Array) -> Dict:
-        """Add freshly initialized adapters and a reward head, which do not yet change the outputs. Traceable."""
-        fresh, non_params = self.init(key)
-        added = self.split_added(fresh)[1]
+        """Add what views add to the model that a run starts from, newly initialized. Traceable.
+
+        Args:
+          params: what the train state stores, without it.
+          key: draws the initial values.
+        """
+        added = self.split_added(self.init(key)[0])[1]
         if not added:
             return params
-        return self.split(set_dora_magnitudes(self.merge(self.join(params, added), non_params)))[0]
-
-    def merge_adapters(self, base: Dict, adapters: Dict, non_params: Dict) -> Dict:
-        """Merge adapters into the base weights: return parameters that compute the same without adapters. Traceable."""
-        return self.split(merge_adapters(self.merge(self.join(base, adapters), non_params)))[0]
+        params = self.join(params, added)
+        used = self.load(params)
+        for view in self.views:
+            params = view.begin(params, used)
+        return params
 
     def split_scaling(self, non_params: Dict) -> tuple[Dict, Dict]:
         """Split non-parameter variables into (FP8 scaling states of matmuls, others)."""

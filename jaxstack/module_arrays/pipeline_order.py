@@ -73,7 +73,14 @@ class StagedArrays(ModuleArrays):
         other._plain = self._plain.declaring(views)
         return other
 
-    def freeze(self, is_frozen: Callable[[str], bool]) -> None:
+    @property
+    def abstract_module(self) -> Any:
+        return self.plain.abstract_module
+
+    def fold(self, params: Dict) -> Dict:
+        return self.plain.fold(self.to_plain(params, self.plain.abstract_params))
+
+    def _freeze(self, is_frozen: Callable[[str], bool]) -> None:
         for path in (path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.plain.abstract_params)):
             staged = self._staged_name(path)[0]
             if is_frozen(path) != is_frozen(staged):
@@ -81,8 +88,8 @@ class StagedArrays(ModuleArrays):
                     f"optimizer.groups: the pipeline stores {path} with other layers, as {staged}, and only one of the "
                     "two paths is frozen; drop the layer's number from the rule."
                 )
-        self.plain.freeze(is_frozen)
-        super().freeze(is_frozen)
+        self.plain._freeze(is_frozen)
+        super()._freeze(is_frozen)
 
     def store(self, params: Dict) -> Dict:
         """Reorder the layers of checkpoint parameters into the order of the pipeline stages. Traceable."""

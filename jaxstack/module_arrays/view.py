@@ -16,6 +16,8 @@ from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.parameter_paths import flatten, nest
 
 Path = tuple[Any, ...]
+Reader = Callable[[str], Any]
+"""Path of a parameter, such as `layer/kernel` -> its array or dict of arrays, in host memory."""
 
 
 class View:
@@ -23,7 +25,8 @@ class View:
 
     A subclass that changes parameters implements `bind`, `stored_variables`, `store`, `use` and `load`; one that
     constrains them implements `keep`; one that changes the order of all arrays implements `arrange` alone; one that
-    says what becomes of parameters that the module itself has implements `find` and `saves`.
+    says what becomes of parameters that the module itself has implements `find`, and some of `trains`, `saves`, `adds`,
+    `begin`, `fold` and `read`.
     """
 
     paths: frozenset[str] = frozenset()
@@ -42,6 +45,42 @@ class View:
         """Return the views of this kind that a module asks for by what it is made of; its arrays are abstract."""
         del module
         return ()
+
+    def trains(self, path: str) -> bool | None:
+        """Return whether the parameter at a path is trained, where the optimizer's groups do not say; None: no opinion.
+
+        A parameter is trained if one view says so, or none says that it is not.
+        """
+        del path
+        return None
+
+    def adds(self, path: str) -> bool:
+        """Return True if a run initializes the parameter at a path, as the model that it starts from has none."""
+        del path
+        return False
+
+    def begin(self, params: Dict, used: Dict) -> Dict:
+        """Return the parameters with which a run starts from another model's. Traceable.
+
+        Args:
+          params: what the train state stores; what views add is newly initialized.
+          used: what the module computes with.
+        """
+        del used
+        return params
+
+    def fold(self, module: nnx.Module) -> nnx.Module:
+        """Return the module, changed in place, without what the view adds to it, computing the same. Traceable."""
+        return module
+
+    def read(self, path: str, stored: Reader) -> Any:
+        """Return the parameter at a path of the module after `load` and `fold`, for one that is read from disk alone.
+
+        Args:
+          path: path of the parameter, such as `layer/kernel`.
+          stored: returns the array, or dict of arrays, at a path of a checkpoint.
+        """
+        return stored(path)
 
     def saves(self, path: str) -> bool:
         """Return False if checkpoints leave out the parameter at a path, because it is read from elsewhere.

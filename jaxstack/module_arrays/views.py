@@ -15,13 +15,15 @@ import jax
 from flax import nnx
 
 from jaxstack.errors import ConfigError
+from jaxstack.module_arrays.adapters import Adapters
 from jaxstack.module_arrays.companion import Companion
 from jaxstack.module_arrays.module import Dict, ModuleArrays, State, make_arrays
+from jaxstack.module_arrays.reward_head import RewardHead
 from jaxstack.module_arrays.view import View, map_paths
 
 __all__ = ["FOUND", "View", "ViewedArrays", "map_paths", "with_views"]
 
-FOUND: tuple[type[View], ...] = (Companion,)
+FOUND: tuple[type[View], ...] = (Companion, Adapters, RewardHead)
 """The kinds of views that a module asks for by what it is made of, see `View.find`."""
 
 
@@ -102,13 +104,20 @@ class ViewedArrays(ModuleArrays):
         params, non_params = self._used.split(module)
         return self._stored(params), non_params
 
-    def freeze(self, is_frozen: Callable[[str], bool]) -> None:
+    @property
+    def abstract_module(self) -> Any:
+        return self._used.abstract_module
+
+    def fold(self, params: Dict) -> Dict:
+        return self._used.fold(self.load(params))
+
+    def _freeze(self, is_frozen: Callable[[str], bool]) -> None:
         for view in self.views:
             view.check_frozen(is_frozen)
-        self._used.freeze(is_frozen)
-        super().freeze(is_frozen)
+        self._used._freeze(is_frozen)
+        super()._freeze(is_frozen)
         if self.plain is not self:
-            self.plain.freeze(is_frozen)
+            self.plain._freeze(is_frozen)
 
     def use(self, params: Dict, key: jax.Array | None) -> tuple[Dict, jax.Array | None]:
         penalties: list[jax.Array] = []
@@ -156,7 +165,7 @@ def with_views(module: object, views: Sequence[View] = ()) -> ModuleArrays:
 
 def _find(arrays: ModuleArrays) -> list[View]:
     """Return the views that a module asks for by what it is made of."""
-    module = arrays.merge(arrays.abstract_params, arrays.abstract_non_params)
+    module = arrays.abstract_module
     return [view for kind in FOUND for view in kind.find(module)]
 
 

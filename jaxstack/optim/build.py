@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxstack.models.initialization import Width
 from jaxstack.optim.base import GroupRule, Optimizer, RunInfo, StepOptimizer, is_matrix
 from jaxstack.optim.mup import check_mup_support, clip_by_scaled_norm, rate_factor, scale_epsilon
-from jaxstack.parameter_paths import ADAPTER, ADDED, map_by_path, match, path_name
+from jaxstack.parameter_paths import map_by_path, match, path_name
 from pallas_kernels.target import automatic_axes
 
 _FEWEST_ROWS = 256
@@ -80,7 +80,7 @@ def build_optimizer(
       optimizer: the settings.
       learning_rate: step -> learning rate.
       params: the trained parameters or their shapes; their paths decide on groups, their ranks on weight decay.
-      known: all parameters, including frozen ones; default: `params`.
+      known: all parameters, including frozen ones, of which each group must match one; default: `params`.
       stacked: True for each of `params` whose first dim counts layers; default: False for all.
       total_steps: number of steps of the run, for the optimizers that depend on it.
       width: the model's width, which decides on learning rates in muP; None: the standard parametrization.
@@ -96,7 +96,7 @@ def build_optimizer(
     stacked = jax.tree.map(lambda _: False, params) if stacked is None else stacked
     chex.assert_trees_all_equal_structs(params, stacked)
     optimizer.check(known)
-    is_frozen = make_frozen_predicate(optimizer, known)
+    frozen = frozen_by_groups(optimizer)
     scales, decays = _scales_and_decays(optimizer, params, width)
     run = RunInfo(learning_rate, total_steps, _by_path(specs))
     chain = optax.chain(
@@ -110,7 +110,7 @@ def build_optimizer(
     transforms = {"trained": chain, "frozen": optax.set_to_zero(), "balance": _against_sign(optimizer.balance_rate)}
 
     def label(path: str) -> str:
-        if is_frozen(path):
+        if frozen(path):
             return "frozen"
         return "balance" if is_load_signal(path) else "trained"
 
@@ -162,22 +162,10 @@ def _by_path(specs: PyTree) -> dict[str, PartitionSpec]:
     return {path_name(path): spec for path, spec in leaves}
 
 
-def make_frozen_predicate(optimizer: Optimizer, params: PyTree) -> Callable[[str], bool]:
-    """Return a function that tells from a parameter's path whether the parameter is frozen (not trained).
-
-    The first matching group with `frozen` decides. Otherwise, in a model with adapters, all are frozen but these and a
-    reward head.
-    """
-    rules = [(group.path, group.frozen) for group in optimizer.groups]
-    has_adapters = any(jax.tree.leaves(map_by_path(lambda path, leaf: bool(ADAPTER.search(path)), params)))
-
-    def is_frozen(path: str) -> bool:
-        chosen = match(path, [*rules, (".*", None)])
-        if chosen is not None:
-            return chosen
-        return has_adapters and not ADDED.search(path)
-
-    return is_frozen
+def frozen_by_groups(optimizer: Optimizer) -> Callable[[str], bool | None]:
+    """Return a function from a parameter's path to `frozen` of the first group that matches it; None without one."""
+    rules = [*((group.path, group.frozen) for group in optimizer.groups), (".*", None)]
+    return lambda path: match(path, rules)
 
 
 def is_load_signal(path: str) -> bool:

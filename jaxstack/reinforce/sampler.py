@@ -129,7 +129,7 @@ class Sampler:
         self._borrow = borrow or contextlib.nullcontext
         self._version = 0
         self._trained = trainer.module
-        model = self._trained.merge(self._trained.abstract_params, self._trained.abstract_non_params)
+        model = self._trained.abstract_module
         self._source = model.config
         self._target = self._source.model_copy(update={"scan_layers": False})
         mesh = trainer.rules.mesh
@@ -175,12 +175,9 @@ class Sampler:
         join_projections(model)
         return model
 
-    def _hand_over(self, params: Dict, non_params: Dict) -> Dict:
+    def _hand_over(self, params: Dict) -> Dict:
         """Return the parameters of the engine's model from those of the trained one. Traceable."""
-        base, adapters = self._trained.split_adapters(params)
-        if adapters:
-            base = self._trained.merge_adapters(base, adapters, non_params)
-        base, _ = self._trained.split_saved(base)
+        base = self._trained.fold(params)
         if not same_stacking(self._source, self._target):
             base = restack(base, self._source, self._target)
         cast = cast_matrices(self._unjoined, base, self._rules)
@@ -193,7 +190,7 @@ class Sampler:
     def weights(self, state: TrainState) -> Dict:
         """Return a copy of the weights of a train state for `load`. The state may be donated afterwards."""
         with jax.set_mesh(self._mesh):
-            weights = self._handed_over(state.params, state.non_params)
+            weights = self._handed_over(state.params)
         return jax.tree.map(_local_array, weights, self._shardings)
 
     def load(self, params: Dict, version: int = 0) -> None:

@@ -1,22 +1,20 @@
 """The checkpoints of a training run: restored at its start, saved as it trains, rolled back after skipped steps."""
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.checkpoint.memory import MemoryCheckpoints
+from jaxstack.config.features import Fixed
 from jaxstack.data.fingerprint import data_difference, fingerprint_difference, shared_keys
 from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError
 
-_FIXED = "adapters"
-"""Section of the configuration that a run keeps: its parameters mean something else with other values."""
-_FREE = "dropout"
-"""Key of that section which training alone uses, and which may change."""
 _DATA = "samples.npz"
 """File of a checkpoint with the state of the data, if it has any."""
 
@@ -49,6 +47,7 @@ class RunCheckpoints:
       accept_data_change: `resilience.accept_data_change`.
       say: reports a message.
       memory: the copies of the state in host memory; None: there are none.
+      fixed: section of the configuration -> what a run that goes on must not change in it.
     """
 
     def __init__(
@@ -62,6 +61,7 @@ class RunCheckpoints:
         accept_data_change: bool,
         say: Callable[[str], None],
         memory: MemoryCheckpoints | None = None,
+        fixed: Mapping[str, Fixed] = MappingProxyType({}),
     ):
         self.manager = manager
         self.memory = memory
@@ -70,6 +70,7 @@ class RunCheckpoints:
         self._sources = sources
         self._data = data
         self._settings = settings
+        self._fixed = fixed
         self._accepts_data_change = accept_data_change
         self.saved_step = -1
         """The step of the newest checkpoint on disk that was restored or saved; -1: none."""
@@ -84,8 +85,8 @@ class RunCheckpoints:
           later: fields of the state that older checkpoints lack, and what each is then.
 
         Raises:
-          ConfigError: the checkpoint is not of a training run, the data has changed and that is not accepted, or the
-            adapters are others.
+          ConfigError: the checkpoint is not of a training run, the data has changed and that is not accepted, or a
+            section has changed that a run keeps.
         """
         source, step = self._newest()
         if step is None:
@@ -102,7 +103,8 @@ class RunCheckpoints:
         if difference:
             self._accept_data(difference)
         before = extra.get("settings") or {}
-        self._check_fixed(step, before.get(_FIXED))
+        for section, fixed in self._fixed.items():
+            self._check_fixed(step, section, fixed, before.get(section))
         if isinstance(source, MemoryCheckpoints):
             state = source.restore(step)
             where = f"from memory: {source.sources}"
@@ -137,19 +139,18 @@ class RunCheckpoints:
         if self.memory is not None:
             self.memory.keep(step)
 
-    def _check_fixed(self, step: int, saved: Any) -> None:
-        """Raise ConfigError if the adapters are not those that the checkpoint's parameters were trained with."""
-        found = self._settings.get(_FIXED)
+    def _check_fixed(self, step: int, section: str, fixed: Fixed, saved: Any) -> None:
+        """Raise ConfigError if a section is not the one that the checkpoint's parameters were trained with."""
+        found = self._settings.get(section)
         if saved is None or found is None:
             return
-        difference = fingerprint_difference(
-            {_FIXED: _without(saved, _FREE)}, {_FIXED: _without(shared_keys(saved, found), _FREE)}
-        )
+        kept = _without(saved, fixed.free)
+        difference = fingerprint_difference({section: kept}, {section: _without(shared_keys(saved, found), fixed.free)})
         if difference:
             raise ConfigError(
-                f"a run goes on with the adapters that it was trained with; at checkpoint {step} of {self._run_dir}, "
+                f"a run goes on with {fixed.what} that it was trained with; at checkpoint {step} of {self._run_dir}, "
                 f"{difference}. Set it back, or start a new run with another run.name and run.init_from="
-                f"{self._run_dir}, which merges the adapters trained so far into the weights."
+                f"{self._run_dir}, {fixed.new_run}."
             )
 
     def _accept_data(self, difference: str) -> None:
@@ -244,10 +245,10 @@ def _arrays_of(content: bytes | None) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-def _without(settings: Any, key: str) -> Any:
-    """Return plain data without the entries `key` of its dicts, at every depth."""
+def _without(settings: Any, keys: Sequence[str]) -> Any:
+    """Return plain data without the entries `keys` of its dicts, at every depth."""
     if isinstance(settings, Mapping):
-        return {name: _without(value, key) for name, value in settings.items() if name != key}
+        return {name: _without(value, keys) for name, value in settings.items() if name not in keys}
     if isinstance(settings, list | tuple):
-        return [_without(value, key) for value in settings]
+        return [_without(value, keys) for value in settings]
     return settings

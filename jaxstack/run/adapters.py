@@ -1,12 +1,21 @@
 """Reads low-rank adapters that are served beside each other, each with the weights of one model."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import jax
+import numpy as np
+
 from jaxstack.errors import ConfigError
-from jaxstack.models.adapter_stack import AdapterMatrices
+from jaxstack.models.adapter_stack import AdapterMatrices, LowRank
+from jaxstack.models.adapters import Adaptable
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import check_model
 from jaxstack.models.huggingface.peft import PEFT_CONFIG, read_peft
+from jaxstack.models.moe_layer import Experts
+from jaxstack.models.restack import restack
+from jaxstack.module_arrays.adapters import Adapters
+from jaxstack.parameter_paths import flatten, nest
 from jaxstack.run.load import run_config
 from jaxstack.stored import StoredModel
 from jaxstack.stored.run_directory import TrainingRun
@@ -31,9 +40,44 @@ def read_adapter(directory: str | Path, model: ModelConfig) -> AdapterMatrices:
     if not isinstance(stored, TrainingRun):
         raise ConfigError(f"{directory} is neither a run with adapters nor a directory of PEFT (with {PEFT_CONFIG}).")
     check_model(unrolled, stored.model, str(directory))
-    if stored.adapters and not run_config(stored).trains_adapters_only:
+    adapters = stored.module.view(Adapters)
+    if adapters is not None and not run_config(stored).trains_adapters_only:
         raise ConfigError(
             f"{directory} trained other weights than its adapters (optimizer.groups), and can only be served alone: "
             f"--run {directory}."
         )
-    return stored.read_adapters()
+    return _read_trained(stored, {} if adapters is None else adapters.layers)
+
+
+def _read_trained(stored: TrainingRun, layers: Mapping[str, Adaptable]) -> AdapterMatrices:
+    """Read the matrices of a run's adapters of all layers, as those of a model with unrolled layers.
+
+    Raises:
+      ConfigError: there are none, or they are of experts or learn magnitudes (DoRA).
+    """
+    other = next((path for path, layer in layers.items() if _is_unusual(layer)), None)
+    if not layers or other is not None:
+        found = "there are none" if other is None else f"{other} has another kind"
+        raise ConfigError(
+            f"{stored.directory} must have adapters of dense layers, of the method lora, to be served beside others; "
+            f"{found}. Serve it alone: --run {stored.directory}."
+        )
+    _, added = stored.module.split_added(stored.module.abstract_params)
+    found = flatten(stored.read_arrays(jax.tree.map(lambda x: np.empty(x.shape, x.dtype), added)))
+    for path in found:
+        if path[-1] == "b":
+            found[path] = found[path] * layers["/".join(path[:-2])].adapter.scale
+    stacks = {str(number): {} for number in range(stored.model.num_layers)}
+    tree = nest(found.items())["decoder"]["layers"]
+    unrolled = stored.model.model_copy(update={"scan_layers": False})
+    plain = flatten(restack({"decoder": {"layers": stacks | tree}}, stored.model, unrolled))
+    return {
+        "/".join(path[:-2]): LowRank(np.asarray(a), np.asarray(plain[(*path[:-1], "b")]))
+        for path, a in plain.items()
+        if path[-1] == "a"
+    }
+
+
+def _is_unusual(layer: Adaptable) -> bool:
+    """Return True if a layer's adapter cannot be computed beside those of other models."""
+    return isinstance(layer, Experts) or layer.adapter.magnitude is not None

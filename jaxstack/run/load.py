@@ -34,6 +34,7 @@ from jaxstack.models import ModelConfig, Transformer, with_kv_cache
 from jaxstack.models.huggingface.families import check_model
 from jaxstack.module_arrays import packed_base
 from jaxstack.module_arrays.module import ModuleArrays
+from jaxstack.module_arrays.views import with_views
 from jaxstack.observe.number_format import byte_size
 from jaxstack.parallel import ParallelConfig, StepLayout
 from jaxstack.precision import PrecisionConfig
@@ -430,7 +431,7 @@ def load_reward_model(directory: str | Path, overrides: Sequence[str] = (), *, s
         model.add_reward_head()
         return model
 
-    module = ModuleArrays(make)
+    module = with_views(make)
     wanted, _ = module.split_added(cast_shapes(module, setting.rules))
     return RewardModel(module, {**stored.read(wanted, unrolled, step=step), "reward_head": head.weights}, head)
 

@@ -293,8 +293,8 @@ def _describe(config: RunConfig, data: Any, trainer: Trainer, say: Callable[[str
     flops = model_flops_per_token(model, config.train.sequence_length) - flops_saved_per_token(model, used)
     say(_describe_run(config, data, flops, bool(frozen)))
     if frozen:
-        _, adapters = trainer.module.split_adapters(trainer.module.abstract_params)
-        total = count_parameters(config.model).total + sum(math.prod(x.shape) for x in jax.tree.leaves(adapters))
+        _, added = trainer.module.split_added(trainer.module.abstract_params)
+        total = count_parameters(config.model).total + sum(math.prod(x.shape) for x in jax.tree.leaves(added))
         say(_describe_frozen(total, sum(math.prod(shape) for _, shape in frozen.values())))
     return flops
 

@@ -102,7 +102,7 @@ class HuggingFaceCheckpoint(StoredModel):
 
     def read_state(self, module: ModuleArrays, rules: AxisRules, step: int | None = None) -> tuple[Params, Params]:
         self.choose_step(step)
-        model = module.merge(module.abstract_params, module.abstract_non_params).config
+        model = module.abstract_module.config
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
         params = read_parameters(self.directory, model, shardings, packed=True, report=self.report)
         return params, initial_variables(module)

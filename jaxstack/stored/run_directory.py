@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -22,14 +21,11 @@ from jaxstack.data.config import DataConfig
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.models import ModelConfig, Transformer, adapted_layers, add_adapters
-from jaxstack.models.adapter_stack import AdapterMatrices, LowRank
-from jaxstack.models.adapters import Adaptable, AdapterConfig, AdapterRule
-from jaxstack.models.moe_layer import Experts
-from jaxstack.models.restack import restack, restack_shapes, same_stacking
+from jaxstack.models import AdapterConfig, ModelConfig, Transformer, add_adapters
+from jaxstack.models.restack import restack_shapes, same_stacking
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AxisRules
-from jaxstack.parameter_paths import ADAPTER, flatten, get, nest
+from jaxstack.parameter_paths import flatten, get, nest
 from jaxstack.preference import PreferenceConfig
 from jaxstack.stored.model import (
     Form,
@@ -87,16 +83,11 @@ class RunDirectory(StoredModel, register=False):
 
 
 class TrainingRun(RunDirectory):
-    """A run directory with training checkpoints, of weights that may be adapted or compressed in training."""
+    """A run directory with training checkpoints, of weights that views may have changed in training."""
 
     @classmethod
     def is_in(cls, directory: Path) -> bool:
         return super().is_in(directory) and not compressed.is_compressed(directory)
-
-    @functools.cached_property
-    def adapters(self) -> Sequence[AdapterRule]:
-        """The rules of the adapters (LoRA, DoRA) that were trained."""
-        return self.section("adapters", AdapterConfig).rules
 
     @functools.cached_property
     def compression(self) -> Sequence[DuringTraining]:
@@ -139,7 +130,7 @@ class TrainingRun(RunDirectory):
     ) -> Params:
         stored = self.model
         target = model or stored
-        module = self._module()
+        module = self.module
         chosen = self.choose_step(step)
         same = same_stacking(stored, target)
         known = flatten(wanted if same else restack_shapes(wanted, target, stored))
@@ -184,35 +175,18 @@ class TrainingRun(RunDirectory):
             others = jax.jit(functools.partial(module.from_plain, wanted=module.abstract_non_params))(others)
         return params, others
 
-    def read_adapters(self, step: int | None = None) -> AdapterMatrices:
-        """Read the matrices of the adapters of all layers, as those of a model with unrolled layers.
+    def read_arrays(self, wanted: Params, step: int | None = None) -> Params:
+        """Read some arrays of a checkpoint in the form in which they were trained.
+
+        Args:
+          wanted: nested dicts of NumPy arrays, which may be empty, of the shapes and dtypes.
+          step: training step of the parameters; default: the newest.
 
         Raises:
-          ConfigError: there are none, or they are of experts or learn magnitudes (DoRA); or no checkpoint of `step`.
+          ConfigError: there is no checkpoint of `step`.
+          JaxstackError: the files are damaged, or there is no checkpoint at all.
         """
-        layers = adapted_layers(nnx.eval_shape(lambda: self._make(nnx.Rngs(0))))
-        other = next((path for path, x in layers.items() if _is_unusual(x)), None)
-        if not layers or other is not None:
-            found = "there are none" if other is None else f"{other} has another kind"
-            raise ConfigError(
-                f"{self.directory} must have adapters of dense layers, of the method lora, to be served beside others; "
-                f"{found}. Serve it alone: --run {self.directory}."
-            )
-        known = flatten(self._module().abstract_params)
-        wanted = {path: np.empty(x.shape, x.dtype) for path, x in known.items() if ADAPTER.search("/".join(path))}
-        found = flatten(self._restore(self.choose_step(step), {"params": nest(wanted.items())})["params"])
-        for path in found:
-            if path[-1] == "b":
-                found[path] = found[path] * layers["/".join(path[:-2])].adapter.scale
-        stacks = {str(number): {} for number in range(self.model.num_layers)}
-        tree = nest(found.items())["decoder"]["layers"]
-        unrolled = self.model.model_copy(update={"scan_layers": False})
-        plain = flatten(restack({"decoder": {"layers": stacks | tree}}, self.model, unrolled))
-        return {
-            "/".join(path[:-2]): LowRank(np.asarray(a), np.asarray(plain[(*path[:-1], "b")]))
-            for path, a in plain.items()
-            if path[-1] == "a"
-        }
+        return self._restore(self.choose_step(step), {"params": wanted})["params"]
 
     @property
     def is_reward_model(self) -> bool:
@@ -229,52 +203,40 @@ class TrainingRun(RunDirectory):
         if not self.is_reward_model:
             raise ConfigError(f"{self.directory} is no reward model; train one with preference.loss=reward_model.")
         head = np.empty(self.model.hidden_size, np.float32)
-        return self._restore(self.choose_step(step), {"params": {"reward_head": head}})["params"]["reward_head"]
+        return self.read_arrays({"reward_head": head}, step)["reward_head"]
 
     def open_parameters(self, step: int | None = None) -> Callable[[str], np.ndarray | PackedWeight]:
         chosen = self.choose_step(step)
-        module = self._module()
-        compression = module.view(Compression)
-        rules = {} if compression is None else compression.chosen
-        adapted = adapted_layers(nnx.eval_shape(lambda: self._make(nnx.Rngs(0))))
 
-        def stored(path: str) -> np.ndarray:
-            leaf = get(module.abstract_params, path)
-            wanted = {"params": nest([(path, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), leaf))])}
-            found = get(self._restore(chosen, wanted)["params"], path)
-            if path not in rules:
-                return found
-            rule, weight = rules[path]
-            return np.asarray(rule.export(jax.tree.map(jnp.asarray, found), weight.layout))
+        def stored(path: str) -> Any:
+            leaf = get(self.module.abstract_params, path)
+            wanted = nest([(path, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), leaf))])
+            return get(self.read_arrays(wanted, chosen), path)
 
-        def read(path: str) -> np.ndarray:
-            layer, _, name = path.rpartition("/")
-            if name != "kernel" or layer not in adapted:
-                return stored(path)
-            adapter = adapted[layer].adapter
-            parts = ["a", "b"] if adapter.magnitude is None else ["a", "b", "magnitude"]
-            return np.asarray(adapter.merge(stored(path), *(stored(f"{layer}/adapter/{part}") for part in parts)))
-
+        read = stored
+        for view in self.module.views:
+            read = functools.partial(view.read, stored=read)
         return read
 
-    def _make(self, rngs: nnx.Rngs) -> Transformer:
-        return add_adapters(Transformer(self.model, rngs), self.adapters, rngs)
+    @functools.cached_property
+    def module(self) -> ModuleArrays:
+        """The module whose parameters a checkpoint holds, with the views through which they were trained."""
+        adapters = self.section("adapters", AdapterConfig).rules
 
-    def _module(self) -> ModuleArrays:
-        """Return the module whose parameters a checkpoint holds."""
-        return compress_in_training(self._make, self.compression)
+        def make(rngs: nnx.Rngs) -> Transformer:
+            return add_adapters(Transformer(self.model, rngs), adapters, rngs)
+
+        return compress_in_training(make, self.compression)
 
     def _plain(self, module: ModuleArrays, state: Params, form: Form) -> Params:
-        """Return plain parameters from those of a checkpoint: adapters are merged, compressed weights are dense."""
-        if (compression := module.view(Compression)) is not None:
-            return compression.master(state) if form == "master" else module.load(state)
-        if not self.adapters:
-            return state
-        return module.merge_adapters(*module.split_adapters(state), module.init(jax.random.key(0))[1])
+        """Return plain parameters from those of a checkpoint, in which compressed weights are dense."""
+        if form == "master" and (compression := module.view(Compression)) is not None:
+            return compression.master(state)
+        return module.fold(state)
 
     @functools.cached_property
     def packed_base(self) -> frozenset[str]:
-        """Paths of the weights that stayed packed while adapters beside them were trained, see `PACKED_BASE`."""
+        """Paths of the weights that stayed packed while others were trained, see `PACKED_BASE`."""
         base = open_packed_base(self.directory / PACKED_BASE)
         return frozenset(() if base is None else base.weights)
 
@@ -294,11 +256,6 @@ class TrainingRun(RunDirectory):
 def _like(value: jax.Array, wanted: jax.ShapeDtypeStruct | np.ndarray) -> jax.Array | np.ndarray:
     """Return an array in host memory or sharded, as `wanted` is."""
     return np.asarray(value) if isinstance(wanted, np.ndarray) else jax.device_put(value, wanted.sharding)
-
-
-def _is_unusual(layer: Adaptable) -> bool:
-    """Return True if a layer's adapter cannot be computed beside those of other models."""
-    return isinstance(layer, Experts) or layer.adapter.magnitude is not None
 
 
 def check_tokenizer(folder: Path, step: int, extra: object) -> None:

@@ -24,7 +24,8 @@ from jaxstack.models.adapters import Adapter, AdapterConfig, adapted_layers
 from jaxstack.models.linear import Linear
 from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.moe_layer import MoE
-from jaxstack.parameter_paths import ADAPTER, path_name
+from jaxstack.module_arrays.adapters import Adapters
+from jaxstack.parameter_paths import path_name
 from jaxstack.run.train import _describe
 from tests.small_runs import make_trainer, run_steps, small_config
 
@@ -222,7 +223,7 @@ def test_layouts_give_the_loss_of_one_device_and_train_the_adapters_only(layout,
     after = trainer.state.params
     changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, after)
     for path, moves in jax.tree_util.tree_leaves_with_path(changed):
-        assert moves == bool(ADAPTER.search(path_name(path))), path_name(path)
+        assert moves == Adapters().adds(path_name(path)), path_name(path)
 
 
 @pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.exhaustive)])
@@ -234,7 +235,7 @@ def test_the_weights_run_in_fp8_and_the_adapters_beside_them(recipe):
 
 def test_the_optimizer_holds_two_moments_of_the_adapters():
     trainer = trainer_of()
-    adapters = trainer.module.split_adapters(trainer.abstract_state.params)[1]
+    adapters = trainer.module.split_added(trainer.abstract_state.params)[1]
     # q, k, v and o: [32, 4] and [4, 32]; down: [48, 2], [2, 32] and a magnitude for each of 32 outputs.
     numbers = 2 * (4 * 2 * 32 * 4 + 2 * (48 + 32) + 32)
     assert sum(x.size for x in jax.tree.leaves(adapters)) == numbers
@@ -247,7 +248,7 @@ def test_the_parameters_of_adapters_count_as_trained():
     config = small_config()
     said = []
     _describe(config, cast(Any, SimpleNamespace(describe=lambda: "")), trainer, said.append)
-    numbers = sum(x.size for x in jax.tree.leaves(trainer.module.split_adapters(trainer.abstract_state.params)[1]))
+    numbers = sum(x.size for x in jax.tree.leaves(trainer.module.split_added(trainer.abstract_state.params)[1]))
     total = count_parameters(config.model).total
     assert said[-1].startswith(f"{numbers:,} parameters are trained ({numbers / (numbers + total):.2%}); {total:,} are")
 

@@ -100,6 +100,13 @@ def test_losses_are_those_on_the_dequantized_values(both):
     assert packed.frozen_parameters() == plain.frozen_parameters(), "so FLOPs and counts are the same"
 
 
+def test_the_magnitudes_of_dora_are_those_of_the_packed_weights(folder):
+    dora = {"rules": [{"path": "attention|mlp", "rank": 2, "method": "dora"}]}
+    _, _, found = trained(folder, "dora", "packed", steps=2, adapters=dora)
+    _, _, expected = trained(folder, "dora-plain", "plain", steps=2, adapters=dora)
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
 def test_the_step_takes_packed_bytes_and_checkpoints_none_of_them(folder, both):
     (packed, _, _), (plain, _, _) = both
     weights = open_packed_base(folder / "tuned" / "base").weights

@@ -17,9 +17,7 @@ from jaxstack.models.attention.sparse_latent import SparseLatentAttention
 from jaxstack.models.layer import CacheAndSums, Context
 from jaxstack.models.mixers import sparse_latent_attention
 from jaxstack.models.mixers.sparse_latent_attention import SparseMultiHeadLatentAttention
-from jaxstack.optim.build import make_frozen_predicate
-from jaxstack.optim.optimizers import AdamW
-from jaxstack.parameter_paths import path_name
+from jaxstack.parameter_paths import flatten, path_name
 from jaxstack.trainer import Trainer
 from tests.small_runs import batch_at, make_trainer, metrics_of_steps, small_config
 
@@ -139,13 +137,15 @@ def test_only_training_has_the_loss_and_the_weight_0_leaves_it_out():
 
 
 def test_the_indexer_is_trained_except_beside_adapters():
-    path = "decoder/layers/0/attention/indexer/q_proj/kernel"
-    params = {"decoder": jnp.zeros(2)}
-    assert not make_frozen_predicate(AdamW(), params)(path)
-    adapted = {**params, "q_b_proj": {"adapter": {"a": jnp.zeros((2, 2))}}}
-    assert make_frozen_predicate(AdamW(), adapted)(path)
-    trained = AdamW(groups=({"path": "indexer/", "frozen": False},))
-    assert not make_frozen_predicate(trained, adapted)(path)
+    def is_trained(*overrides: str) -> bool:
+        module = trainer_of(*overrides).module
+        trained = module.split_frozen(module.abstract_params)[0]
+        return ("indexer", "q_proj", "kernel") in {path[-3:] for path in flatten(trained)}
+
+    adapters = "adapters.rules=[{path: q_b_proj, rank: 2}]"
+    assert is_trained()
+    assert not is_trained(adapters)
+    assert is_trained(adapters, "optimizer.groups=[{path: indexer/, frozen: false}]")
 
 
 def trainer_of(*overrides: str, topk: int = 5) -> Trainer:
