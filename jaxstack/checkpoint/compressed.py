@@ -135,11 +135,13 @@ def read_compressed(
 def describe_compressed(directory: str | Path) -> dict[str, PackedWeight]:
     """Return the packed weights of a compressed model by path, whose arrays are `jax.ShapeDtypeStruct`.
 
-    Only the manifest is read.
+    Only the manifest is read. In a directory without a compressed model there are none.
 
     Raises:
       ConfigError: a later version of jaxstack wrote the directory.
     """
+    if not is_compressed(directory):
+        return {}
     return {path: _abstract(known) for path, known in _read_manifest(Path(directory) / FOLDER)["weights"].items()}
 
 

@@ -209,9 +209,9 @@ class Engine:
                 cancel=self._cancel,
                 answer=answer,
                 priority=priority,
-                adapter=placed,
             )
             if placed is not None:
+                request.adapter = placed
                 self._adapted.add(request)
             return self._enqueue(request)
 

@@ -67,9 +67,9 @@ class Request:
       cancel: called with this request to end it early.
       answer: tokens of the answer that are known, after which it goes on.
       priority: requests with a lower number start first, and are preempted last.
-      adapter: the adapter that its tokens are computed with; None: none.
 
     Attributes:
+      adapter: the adapter that its tokens are computed with, which the engine sets; None: none.
       times: when it reached its stages.
       cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
       finish_reason: None until the answer has ended.
@@ -112,7 +112,6 @@ class Request:
         cancel: Callable[["Request"], None] | None = None,
         answer: Sequence[int] = (),
         priority: int = 0,
-        adapter: PlacedAdapter | None = None,
     ):
         self.prompt = tuple(prompt)
         self.max_tokens = max_tokens
@@ -121,7 +120,7 @@ class Request:
         self.stop_tokens = frozenset(stop_tokens)
         self.constraint = constraint
         self.priority = priority
-        self.adapter = adapter
+        self.adapter: PlacedAdapter | None = None
         self.pools = False
         self.pooled: Float[np.ndarray, "2 D"] | None = None
         self.times = Times()

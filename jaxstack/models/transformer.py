@@ -68,7 +68,8 @@ class Transformer(nnx.Module):
     """Declares that every matrix passes `gather_parameter` where it is used, so that a train step may pass shards."""
 
     companions: tuple[str, ...] = ()
-    """Names of submodules that are not trained, not part of checkpoints, and loaded separately, such as `teacher`."""
+    """Names of submodules that are not trained, not part of checkpoints, and loaded separately, such as `teacher`; see
+    `jaxstack.module_arrays.companion`."""
 
     teacher: "Transformer | None" = None
     """A model from whose predictions this one learns; see `jaxstack.distill`."""

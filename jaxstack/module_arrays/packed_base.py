@@ -7,7 +7,7 @@ computes with `PackedWeight`, as decoding does.
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -48,6 +48,17 @@ class PackedBase(View):
                     f"{known.get(path, 'no such weight')}; keep model.scan_layers and the sizes as in the base."
                 )
         return copy.copy(self)
+
+    def trains(self, path: str) -> bool | None:
+        return False if path in self.paths else None
+
+    def check_frozen(self, is_frozen: Callable[[str], bool]) -> None:
+        trained = next((path for path in sorted(self.paths) if not is_frozen(path)), None)
+        if trained is not None:
+            raise ConfigError(
+                f"optimizer.groups trains {trained}, which stays packed, and packed weights have no gradients; leave "
+                "it frozen, or start from a plain copy of the model (jaxstack convert)."
+            )
 
     def saves(self, path: str) -> bool:
         return path not in self.paths and not path.startswith(f"{NAME}/")

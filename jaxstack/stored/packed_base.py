@@ -23,8 +23,8 @@ class PackedModel(NamedTuple):
 
 
 def open_packed_base(directory: Path) -> PackedModel | None:
-    """Return the compressed model in a directory, without reading arrays; None if no weight of it stays packed."""
-    weights = base_weights(compressed.describe_compressed(directory)) if compressed.is_compressed(directory) else {}
+    """Return the compressed model in a directory, without reading arrays; None if none of its weights stays packed."""
+    weights = base_weights(compressed.describe_compressed(directory))
     return PackedModel(directory, weights) if weights else None
 
 
@@ -50,21 +50,22 @@ def find_packed_base(
       ConfigError: the run goes on from one that keeps its base packed, which this run cannot.
     """
     for owner in (run, branch_from):
-        if owner is not None and compressed.is_compressed(Path(owner) / PACKED_BASE):
-            if problem:
-                raise ConfigError(
-                    f"{owner} trains adapters beside weights that stay packed, which this run cannot: {problem}; "
-                    "go on with the settings that it began with, or start a new run from its base."
-                )
-            return open_packed_base(Path(owner) / PACKED_BASE)
-    if init_from is None or not compressed.is_compressed(init_from):
-        return None
-    if CheckpointManager(run / "checkpoints").all_steps():  # of a run whose base was unpacked
+        base = None if owner is None else open_packed_base(Path(owner) / PACKED_BASE)
+        if base is None:
+            continue
+        if problem:
+            raise ConfigError(
+                f"{owner} trains adapters beside weights that stay packed, which this run cannot: {problem}; "
+                "go on with the settings that it began with, or start a new run from its base."
+            )
+        return base
+    base = None if init_from is None else open_packed_base(Path(init_from))
+    if base is None or CheckpointManager(run / "checkpoints").all_steps():  # of a run whose base was unpacked
         return None
     if problem:
         say(f"note: the weights of {init_from} are unpacked, as {problem}")
         return None
-    return open_packed_base(Path(init_from))
+    return base
 
 
 def keep_packed_base(base: PackedModel, run: Path) -> None:
@@ -74,7 +75,7 @@ def keep_packed_base(base: PackedModel, run: Path) -> None:
       JaxstackError: they cannot be written.
     """
     target = run / PACKED_BASE / compressed.FOLDER
-    if not compressed.is_compressed(run / PACKED_BASE):
+    if open_packed_base(run / PACKED_BASE) is None:
         try:
             link_files(base.directory / compressed.FOLDER, target, target.with_name(f".{target.name}-linking"))
         except OSError as error:

@@ -107,6 +107,12 @@ def test_the_magnitudes_of_dora_are_those_of_the_packed_weights(folder):
     np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
+def test_packed_weights_cannot_be_trained(folder):
+    groups = {"learning_rate": 0.05, "groups": [{"path": "q_proj/kernel|norm", "frozen": False}]}
+    with pytest.raises(ConfigError, match="groups trains decoder/layers/0/attention/q_proj/kernel, which stays packed"):
+        trained(folder, "whole", "packed", optimizer=groups)
+
+
 def test_the_step_takes_packed_bytes_and_checkpoints_none_of_them(folder, both):
     (packed, _, _), (plain, _, _) = both
     weights = open_packed_base(folder / "tuned" / "base").weights
