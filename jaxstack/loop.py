@@ -18,6 +18,7 @@ import numpy as np
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.checkpoint.memory import MemoryCheckpoints
+from jaxstack.config.features import fixed_sections
 from jaxstack.data.batch_source import items_in_batch
 from jaxstack.errors import JaxstackError
 from jaxstack.heartbeat import doing
@@ -166,7 +167,7 @@ class Loop:
             accept_data_change=self.settings.resilience.accept_data_change,
             say=self.log.say,
             memory=self._open_memory(stack, run_dir),
-            fixed={feature.section: feature.fixed for feature in FEATURES if feature.fixed is not None},
+            fixed=fixed_sections(FEATURES),
         )
 
     def _open_memory(self, stack: contextlib.ExitStack, run_dir: Path) -> MemoryCheckpoints | None:

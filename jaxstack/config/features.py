@@ -119,6 +119,11 @@ def conflicts(features: Sequence[Feature], sections: Mapping[str, Any]) -> list[
     ]
 
 
+def fixed_sections(features: Sequence[Feature]) -> dict[str, Fixed]:
+    """Return the sections that a run keeps when it goes on, with what each must not change."""
+    return {feature.section: feature.fixed for feature in features if feature.fixed is not None}
+
+
 def find_exclusion(features: Sequence[Feature], one: Feature, other: Feature) -> Excludes | None:
     """Return the declaration that two features of the table exclude each other, whichever declares it; None if none."""
     first = {one.name, *one.also}

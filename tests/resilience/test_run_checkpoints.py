@@ -10,10 +10,12 @@ import pytest
 from jaxstack.checkpoint import memory_folder
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.checkpoint.memory import MemoryCheckpoints
+from jaxstack.config.features import fixed_sections
 from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
 from jaxstack.errors import ConfigError
 from jaxstack.resilience.run_checkpoints import RunCheckpoints
+from jaxstack.run_config import FEATURES
 
 STATE = {"w": np.zeros(2, np.float32)}
 
@@ -39,6 +41,7 @@ def opened(texts: Path) -> Data:
 
 def checkpoints(manager: CheckpointManager, data: Data, say: Any = print, **options: Any) -> RunCheckpoints:
     options = {"accept_data_change": False, "sources": data.source_listing, "settings": {}, **options}
+    options["fixed"] = fixed_sections(FEATURES)
     return RunCheckpoints(manager, Path("runs/x"), data=data.fingerprint, say=say, **options)
 
 
