@@ -6,11 +6,14 @@
         observe.fail_on_fallback=false
 
 `python -m jaxstack.launch --processes 1` and `--processes N` run the same training with random data: FSDP over all
-devices. `relative_speed` is the step of the one process, divided by that of several, of the same turn. Rows are
+devices. `permutes` is how XLA compiled permutes, such as those of copy engines: COLLECTIVES_SYMMETRIC_MEMORY between
+processes that have found out that they share a host, with NCCL 2.29. A run that hangs ends with the stacks of its
+processes. `relative_speed` is the step of the one process, divided by that of several, of the same turn. Rows are
 appended to benchmarks/results/processes.jsonl. Further arguments are the run's.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -20,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.arguments import positive
 from benchmarks.launched import run_steps
 from benchmarks.rows import append_rows, print_table, require_commit
+from jaxstack.distributed.xla_options import nccl_version
 
-COLUMNS = ("work", "variant", "processes", "step_seconds", "median_step_seconds", "relative_speed")
+COLUMNS = ("work", "variant", "processes", "permutes", "step_seconds", "median_step_seconds", "relative_speed")
 NCCL = "several, NCCL's kernels"
 VARIANTS = {"one": (), "several": (), NCCL: ("parallel.copy_engines=never",)}
 
@@ -30,11 +34,15 @@ def train(args: argparse.Namespace, folder: Path, variant: str) -> dict:
     """Return a row of `args.steps` steps."""
     processes = 1 if variant == "one" else args.devices
     settings = ["parallel.data=1", "parallel.fsdp=-1", f"train.global_batch_size={4 * args.devices}"]
+    name = variant.replace(" ", "-").replace(",", "").replace("'", "")
     row = run_steps(
-        args.config, folder, variant.replace(" ", "-").replace(",", "").replace("'", ""),
-        [*settings, *VARIANTS[variant], *args.overrides], processes=processes, steps=args.steps, warm_up=args.warm_up,
+        args.config, folder, name, [*settings, *VARIANTS[variant], *args.overrides],
+        processes=processes, steps=args.steps, warm_up=args.warm_up,
     )  # fmt: skip
     del row["last"]
+    options = json.loads((folder / name / "environment.json").read_text())["ran"]["compiler_options"]
+    row["permutes"] = options.get("xla_gpu_collective_permute_mode")
+    row["nccl"] = ".".join(map(str, nccl_version()))
     return {**row, "work": " ".join([Path(args.config).stem, *args.overrides]), "variant": variant}
 
 
