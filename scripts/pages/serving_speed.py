@@ -22,7 +22,7 @@ PUBLISHED = (
 _READ_SPEED = 4.3e12
 """Bytes/s at which the memory of an H200 was measured to be read."""
 _THROUGHPUT = re.compile(r"serve (\S+) throughput prompt (\d+) tokens (\d+) .*")
-_BESIDE = re.compile(r"serve (\S+) (latency|throughput) prompt (\d+) tokens (\d+) .*")
+_BESIDE = re.compile(r"serve (\S+) (latency|throughput) prompt (\d+) tokens (\d+) slots \d+ (\S+)")
 _FILLED = re.compile(r"generate qwen3-next-8l(-attention)? batch (\d+) prompt (\d+) \w+: steps, filled")
 _DECODING = re.compile(r"generate (\S+) batch (\d+) prompt (\d+) \w+: steps")
 
@@ -92,28 +92,37 @@ def engine() -> str:
 
 
 def beside_vllm() -> str:
-    """Return the newest rows of each work of the engine that was measured beside vLLM, with vLLM's of the same run."""
-    rows = [row for row in read_all(RESULTS / "serve.jsonl") if _BESIDE.fullmatch(row["work"])]
-    newest = {row["work"]: row["run"] for row in rows if row["implementation"].startswith("vllm")}
-    if not newest:
+    """Return the newest measurement of each work of the engine that was made beside vLLM, with vLLM's of the same run."""
+    rows = [row for row in read_all(RESULTS / "serve.jsonl") if _BESIDE.fullmatch(row["work"]) and RATE in row]
+    ours = {(row["run"], row["work"], row["variant"]): row for row in rows if row["implementation"] == "jaxstack"}
+    whole = {(row["run"], row["work"]): row for row in rows if "share_of_optimum" in row}
+    pairs = dict[tuple[str, ...], tuple[Row, Row]]()
+    for peer in (row for row in rows if row["implementation"].startswith("vllm")):
+        name, kind, *sizes, dtype = _BESIDE.fullmatch(peer["work"]).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        found = ours.get((peer["run"], peer["work"], peer["variant"])) or whole.get((peer["run"], peer["work"]))
+        if found is not None:
+            pairs[name, dtype, kind, *sizes, peer["variant"]] = found, peer
+    if not pairs:
         return "Not measured."
     lines = list[list[str]]()
-    sources = dict[str, None]()
-    for work, run in newest.items():
-        ours, theirs = ([row for row in rows if (row["work"], row["run"]) == (work, run) and RATE in row
-                         and row["implementation"].startswith(name)] for name in ("jaxstack", "vllm"))  # fmt: skip
-        name, kind, prompt, tokens = _BESIDE.fullmatch(work).groups()  # pyright: ignore[reportOptionalMemberAccess]
-        for row, peer in zip(ours, theirs, strict=True):
-            sources[f"{peer['implementation']}, {provenance(row)}"] = None
-            if kind == "latency":
-                for key, words in (("first_token_milliseconds", "first tokens"), ("milliseconds_per_step", "a step")):
-                    lines.append([f"{name}, {row['variant']}, prompts of {prompt}: {words}", f"{row[key]:.2f} ms",
-                                  f"{peer[key]:.2f} ms", f"{peer[key] / row[key]:.2f}"])  # fmt: skip
-            else:
-                lines.append([f"{name}, {peer['variant']}, {prompt} + {tokens} tokens: answers' tokens/s",
-                              f"{row[RATE]:,.0f}", f"{peer[RATE]:,.0f}", f"{row[RATE] / peer[RATE]:.2f}"])  # fmt: skip
-    titles = ["work", "jaxstack", "vLLM", "times as fast"]
+    for (name, dtype, kind, prompt, tokens, variant), (row, peer) in sorted(pairs.items(), key=_by_number):
+        work = f"{name} in {dtype}, {variant}"
+        if kind == "latency":
+            for key, words in (("first_token_milliseconds", "first tokens"), ("milliseconds_per_step", "a step")):
+                lines.append([f"{work}, prompts of {prompt}: {words}", f"{row[key]:.2f} ms", f"{peer[key]:.2f} ms",
+                              f"{peer[key] / row[key]:.2f}", row["commit"][:7]])  # fmt: skip
+        else:
+            lines.append([f"{work}, {prompt} + {tokens} tokens: answers' tokens/s", f"{row[RATE]:,.0f}",
+                          f"{peer[RATE]:,.0f}", f"{row[RATE] / peer[RATE]:.2f}", row["commit"][:7]])  # fmt: skip
+    titles = ["work", "jaxstack", "vLLM", "times as fast", "commit"]
+    sources = dict.fromkeys(f"{peer['implementation']}, {provenance(row)}" for row, peer in pairs.values())
     return f"{table(titles, lines)}\n\n" + "\n\n".join(sources)
+
+
+def _by_number(pair: tuple[tuple[str, ...], object]) -> tuple[object, ...]:
+    """Return the key by which measurements beside vLLM are sorted: numbers of prompts by their value."""
+    *names, variant = pair[0]
+    return (*names, int(variant.split()[0]))
 
 
 def optimum() -> str:
