@@ -154,7 +154,8 @@ class Programs:
 
     def _make_advance(self, shardings: tuple[Any, ...], variant: StepVariant) -> Callable[..., Any]:
         options = _compiler_options(self.model, variant)
-        if current_target().platform == "cuda" and not self.constant_steps:
+        alone = self.model.rules.mesh.size == 1  # a graph of a loop whose kernels wait for other devices was not tried
+        if current_target().platform == "cuda" and alone and not self.constant_steps:
             options = {**loop_in_graph_options(), **(options or {})}
         return self.compiler.jit(
             partial(self._decode_steps, variant=variant),

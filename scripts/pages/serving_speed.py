@@ -92,7 +92,7 @@ def engine() -> str:
 
 
 def beside_vllm() -> str:
-    """Return the newest measurement of each work of the engine that was made beside vLLM, with vLLM's of the same run."""
+    """Return the newest measurement of each work of the engine beside vLLM, with vLLM's of the same run."""
     rows = [row for row in read_all(RESULTS / "serve.jsonl") if _BESIDE.fullmatch(row["work"]) and RATE in row]
     ours = {(row["run"], row["work"], row["variant"]): row for row in rows if row["implementation"] == "jaxstack"}
     whole = {(row["run"], row["work"]): row for row in rows if "share_of_optimum" in row}
