@@ -1,9 +1,9 @@
-"""The table of docs/export.md: the page in the browser and ONNX Runtime Web, for each number of threads."""
+"""The tables of docs/export.md: the page in the browser beside ONNX Runtime Web, and what vLLM reads."""
 
 from collections.abc import Sequence
 
 from scripts.pages.page import Page, table
-from scripts.pages.rows import RESULTS, Row, read_all
+from scripts.pages.rows import RESULTS, Row, read_all, read_rows
 
 
 def newest_runs() -> list[list[Row]]:
@@ -39,4 +39,18 @@ def run_table(rows: Sequence[Row]) -> str:
     return f"{table(titles, lines)}\n\n{about}{difference:.0e}."
 
 
-PAGES = (Page("export.md", {"browser": lambda: "\n\n".join(map(run_table, newest_runs()))}),)
+def vllm_table() -> str:
+    """Return the differences of log-probabilities of each model and format, by vLLM and by jaxstack."""
+    rows = [row for row in read_rows(RESULTS / "vllm_reads.jsonl") if "difference" in row]
+    if not rows:
+        return "Not measured yet; `python benchmarks/compression/vllm_reads.py --vllm PYTHON` measures it."
+    lines = [
+        [row["work"], row["variant"], row["implementation"], f"{row['difference']:.4f}", f"{row['largest']:.4f}"]
+        for row in rows
+    ]
+    about = "{date:.10}, commit {commit:.7}, {device}, {tokens} tokens, `{command}`.".format_map(rows[-1])
+    return f"{table(['model', 'format', 'read by', 'mean difference', 'largest'], lines)}\n\n{about}"
+
+
+PARTS = {"browser": lambda: "\n\n".join(map(run_table, newest_runs())), "vllm": vllm_table}
+PAGES = (Page("export.md", PARTS),)
