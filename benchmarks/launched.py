@@ -16,7 +16,7 @@ from typing import Any
 from jaxstack.launch.child import descendants
 
 START_SECONDS = 240
-"""Limit on the time until the first step, the first collective operations among it."""
+"""Limit on the time until the first step."""
 STEP_SECONDS = 60
 _END_SECONDS = 60
 """Limit on the time that the kernel needs to end killed processes, with their GPU memory."""

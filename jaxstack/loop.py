@@ -204,6 +204,10 @@ class Loop:
         jax.block_until_ready(self.trainer.state.params)
         seconds = time.perf_counter() - began
         self.log.say(f"resuming from step {restored.step} ({restored.source}, restored in {seconds:.1f} s)")
+        if self.checkpoints is not None and self.checkpoints.is_in_memory_only(restored.step):
+            # Copies end with the launchers: a signal before the next save would lose the steps since the last one.
+            content = self.trainer.stored_state, self.skips.to_json(), self.trainer.data_state, restored.train_seconds
+            self.checkpoints.save(restored.step, *content)
         return restored.step
 
     def _prepare(self, start: int) -> None:

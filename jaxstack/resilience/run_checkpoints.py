@@ -118,6 +118,10 @@ class RunCheckpoints:
         self._forget_copies(step if source is self.memory else None)
         return Restored(step, state, extra.get("skipped"), data, where, extra.get("train_seconds"))
 
+    def is_in_memory_only(self, step: int) -> bool:
+        """Return True if the restored state of `step` is not on disk; all processes must call it."""
+        return step != self.saved_step and coordination.broadcast_from_first(step not in self.manager.all_steps())
+
     def _newest(self) -> tuple[CheckpointManager | MemoryCheckpoints, int | None]:
         """Return what has the newest intact state, and its step; None if nothing has any."""
         if self.memory is None:
