@@ -10,11 +10,11 @@ seen; the answers are greedy, and stop at no token. Variants: none; n-gram (toke
 earlier in the text); draft model (Leviathan et al. 2022, arXiv:2211.17192); draft model whose attention sublayers run
 together in groups of --together (EasySpec, Wu et al. 2025, arXiv:2502.02493). All of their steps have drafts; where
 they are `chosen`, those have that are measured to be faster (`engine.drafts: auto`). Each is measured with one request
-at a time and with each number of --at-once; the fastest of --turns turns counts. `acceptance` is the share of drafts
-that were accepted, `drafted` that of the steps that had drafts, `tokens_per_step` of single requests the tokens that a
-run of the model gave, `same_text` the share of answers that equal those without drafts; in bfloat16 other numbers of
-rows can change the choice between tokens of almost equal probability. `mean_times_without` compares the time of all
-turns, which includes the trials of a choice. Rows are appended to benchmarks/results/speculation.jsonl.
+at a time and with each number of --at-once, for --seconds after a first turn that does not count; a turn answers all
+prompts. `acceptance` is the share of drafts that were accepted, `drafted` that of the steps that had drafts,
+`tokens_per_step` of single requests the tokens that a run of the model gave, `same_text` the share of answers that
+equal those without drafts; in bfloat16 other numbers of rows can change the choice between tokens of almost equal
+probability. The trials of a choice are part of the time. Rows are appended to benchmarks/results/speculation.jsonl.
 """
 
 import argparse
@@ -44,8 +44,8 @@ from jaxstack.run.load import Run, load
 from jaxstack.serve.config import EngineConfig
 
 GREEDY = Sampling(temperature=0.0)
-COLUMNS = ("variant", "tokens_per_second_per_device", "times_without", "mean_times_without", "acceptance", "drafted",
-           "tokens_per_step", "same_text", "start_seconds")  # fmt: skip
+COLUMNS = ("variant", "tokens_per_second_per_device", "times_without", "acceptance", "drafted", "tokens_per_step",
+           "same_text", "measured_seconds", "start_seconds")  # fmt: skip
 
 
 class Measured(NamedTuple):
@@ -56,8 +56,8 @@ class Measured(NamedTuple):
     acceptance: float | None
     drafted: float
     tokens_per_step: float
-    mean_seconds: float = 0.0
-    """Seconds per token of all turns."""
+    whole: float
+    """Seconds that all turns took."""
 
 
 def make_prompts(run: Run, count: int, length: int) -> list[list[int]]:
@@ -74,27 +74,30 @@ def make_prompts(run: Run, count: int, length: int) -> list[list[int]]:
     return found
 
 
-def measure(engine: Engine, prompts: Sequence[list[int]], tokens: int, turns: int, at_once: int) -> Measured:
-    """Answer all prompts, so many at once; return the fastest turn."""
-    best: Measured | None = None
-    total = 0.0
-    for _ in range(turns):
-        stats = engine.stats
-        before = _counts(stats)
-        began = time.perf_counter()
+def measure(engine: Engine, prompts: Sequence[list[int]], tokens: int, least: float, at_once: int) -> Measured:
+    """Answer all prompts, so many at once, again and again for at least so many seconds, after a first time."""
+
+    def turn() -> list[list[int]]:
         answers = list[list[int]]()
         for first in range(0, len(prompts), at_once):
             some = prompts[first : first + at_once]
-            handles = [engine.submit(prompt, tokens, GREEDY, stop_tokens=()) for prompt in some]
+            with engine.together():
+                handles = [engine.submit(prompt, tokens, GREEDY, stop_tokens=()) for prompt in some]
             answers += [handle.result() for handle in handles]
-        seconds = (time.perf_counter() - began) / (tokens * len(prompts))
-        steps, drafted, drafts, accepted = (now - then for now, then in zip(_counts(stats), before, strict=True))
-        acceptance = accepted / drafts if drafts else None
-        found = Measured(seconds, answers, acceptance, drafted / steps, tokens * len(prompts) / steps)
-        best = found if best is None or found.seconds < best.seconds else best
-        total += seconds
-    assert best is not None
-    return best._replace(mean_seconds=total / turns)
+        return answers
+
+    turn()
+    before = _counts(engine.stats)
+    began = time.perf_counter()
+    turns = 0
+    answers = list[list[int]]()
+    while (whole := time.perf_counter() - began) < least or not turns:
+        answers = turn()
+        turns = turns + 1
+    count = turns * tokens * len(prompts)
+    steps, drafted, drafts, accepted = (now - then for now, then in zip(_counts(engine.stats), before, strict=True))
+    acceptance = accepted / drafts if drafts else None
+    return Measured(whole / count, answers, acceptance, drafted / steps, count / steps, whole)
 
 
 def _counts(stats: EngineStats) -> tuple[int, ...]:
@@ -141,7 +144,7 @@ def measure_all(args: argparse.Namespace, write: Callable[[dict[str, Any]], None
         with Engine(run.decoder, config, vocab_size=run.tokenizer.vocab_size, draft=model) as engine:
             start = time.perf_counter() - began
             for at_once in sorted({1, *args.at_once}):
-                found = measure(engine, prompts, args.tokens, args.turns, at_once)
+                found = measure(engine, prompts, args.tokens, args.seconds, at_once)
                 base = plain.setdefault(at_once, found)
                 same = [one == other for one, other in zip(found.answers, base.answers, strict=True)]
                 rows.append({
@@ -149,8 +152,8 @@ def measure_all(args: argparse.Namespace, write: Callable[[dict[str, Any]], None
                     "variant": f"{name}, {at_once} at once", "drafts": name, "at_once": at_once,
                     "device": jax.devices()[0].device_kind, "devices": 1,
                     "tokens_per_second_per_device": 1 / found.seconds, "times_without": base.seconds / found.seconds,
-                    "mean_times_without": base.mean_seconds / found.mean_seconds, "drafted": found.drafted,
-                    "acceptance": found.acceptance, "same_text": sum(same) / len(same), "start_seconds": start,
+                    "drafted": found.drafted, "measured_seconds": found.whole, "acceptance": found.acceptance,
+                    "same_text": sum(same) / len(same), "start_seconds": start,
                     "tokens_per_step": found.tokens_per_step if at_once == 1 else None,
                     "trained_steps": [run.step, draft.step],
                 })  # fmt: skip
@@ -167,7 +170,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=positive(int), default=256, help="tokens of an answer")
     parser.add_argument("--draft-tokens", type=positive(int), default=4, help="drafts per step")
     parser.add_argument("--together", type=positive(int), default=2, help="layers of the draft model (1: leave out)")
-    parser.add_argument("--turns", type=positive(int), default=3, help="repetitions, of which the fastest counts")
+    parser.add_argument("--seconds", type=positive(float), default=4.0, help="duration of each measurement")
     parser.add_argument("--no-rows", action="store_true", help="print the rows only")
     args = parser.parse_args()
     if not args.no_rows:
