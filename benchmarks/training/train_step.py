@@ -139,6 +139,8 @@ VARIANTS = {
     "scanned, sums in bfloat16": [SCANNED, *BFLOAT16_SUMS],
     "prefetched, sums in bfloat16": [SCANNED, "parallel.prefetch=true", *BFLOAT16_SUMS],
     "unrolled, all layers in FP8": [UNROLLED, ALL_LAYERS],
+    "unrolled, all layers in FP8, delayed scales": [UNROLLED, ALL_LAYERS, "precision.fp8=delayed"],
+    "unrolled, in bfloat16": [UNROLLED, "precision.fp8=none"],
     "unrolled, all layers in FP8, sums in bfloat16": [UNROLLED, ALL_LAYERS, *BFLOAT16_SUMS],
     "unrolled, gathered once": [UNROLLED, *WHOLE],
     "unrolled, gathered once, all layers in FP8": [UNROLLED, *WHOLE, ALL_LAYERS],
