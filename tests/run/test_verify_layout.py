@@ -8,11 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxstack.data.device_batches import abstract_batch
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.parallel import make_mesh
 from jaxstack.run import small_copy as small_copies
 from jaxstack.run import verify_layout as module
+from jaxstack.run.build import make_trainer
 from jaxstack.run.small_copy import in_float32, small_copy
 from jaxstack.run.verify_layout import check_layout, verify_layout
+from tests.hopper import hopper_topology
 from tests.small_runs import small_config
 
 LAYOUT = ("parallel.fsdp=2", "parallel.tensor=2", "train.global_batch_size=4")
@@ -127,6 +131,28 @@ def test_what_differs_in_one_batch_alone_is_rounding(monkeypatch):
     said = []
     check_layout(small_config(*LAYOUT), said.append)
     assert said[0].startswith(AGREES)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        LAYOUT,
+        ("model.moe={num_experts: 8, implementation: mosaic}", "parallel.expert=2", "parallel.fsdp=2"),
+        ("model.layer_types=[ssd]", "parallel.context=2", "parallel.tensor=2"),
+    ],
+    ids=str,
+)
+def test_on_gpus_only_operations_of_xla_are_compared_in_float32(overrides):
+    """Traced for H200s, as `_prepare` does there: only the layout can differ."""
+    config = small_config(*overrides, "precision.compute=bfloat16", "train.global_batch_size=4")
+    small = in_float32(small_copy(config))
+    mesh = make_mesh(small.parallel, hopper_topology(4).devices)
+    batch = module._batch_of(small)
+    with module._plain_operations("gpu"):
+        trainer = make_trainer(small, batch, mesh=mesh)
+        trainer.program.lower(abstract_batch(batch(0), trainer.rules, small.train.global_batch_size))
+    backends = {choice.backend for choice in trainer.choices}
+    assert backends and not [name for name in backends if name.startswith(("mosaic", "triton", "cudnn", "overlapped"))]
 
 
 @pytest.mark.longer
