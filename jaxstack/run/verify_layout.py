@@ -12,10 +12,11 @@ import hashlib
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxstack
 import pallas_kernels
-from jaxstack.distributed.coordination import all_true, broadcast_from_first, is_first
+from jaxstack.distributed.coordination import abandon_thread, all_true, broadcast_from_first, is_first
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import write_json
 from jaxstack.heartbeat import doing
@@ -36,6 +37,7 @@ from jaxstack.run.build import make_trainer
 from jaxstack.run.setting import Setting
 from jaxstack.run.small_copy import VOCABULARY, in_float32, on_one_device, small_copy
 from jaxstack.run_config import RunConfig
+from jaxstack.state import TrainState
 from jaxstack.trainer import Trainer
 from pallas_kernels.target import lowering_platform
 
@@ -52,12 +54,17 @@ _REDUCE_TOLERANCE = 0.02
 """Tolerance at least, if gradients are summed in bfloat16, whose sums of two are rounded by up to 2^-9."""
 _SMALLEST_GRADIENT = 1e-3
 """Share of the largest gradient norm of a parameter below which a gradient counts as zero up to rounding."""
+_WAS_ZERO = 0.02
+"""Standard deviation of the numbers that stand for parameters of zeros, that of embeddings."""
 _VOLTA = (7, 0)
 """Compute capability of GPUs that run none of our kernels."""
 _SECTIONS = {"model", "train", "optimizer", "parallel", "precision", "adapters", "compression"}
 """Sections of the small copy's configuration that its programs depend on."""
 _UNTUNED = {"xla_gpu_autotune_level": 0}
 """Options of XLA with which it does not time matmuls on GPUs: that takes seconds, and may choose anew each time."""
+
+
+T = TypeVar("T")
 
 
 class _Difference(NamedTuple):
@@ -74,7 +81,8 @@ def check_layout(config: RunConfig, say: Callable[[str], None], *, resized: bool
     """Make the check that `resilience.verify_layout` asks for, before a run; all its processes call it.
 
     With `auto` layouts are checked in which devices hold parts of the model or of a sequence, if it takes at most
-    `SECONDS`, and no earlier run on this machine found the same program on the same kind of devices to be right.
+    `SECONDS`, and no earlier run on this machine found the same program on the same kind of devices to be right. An
+    error of the check itself is then no error of the run.
 
     Args:
       config: configuration of the run, with its degrees and vocabulary filled in.
@@ -82,7 +90,8 @@ def check_layout(config: RunConfig, say: Callable[[str], None], *, resized: bool
       resized: the run goes on with fewer devices than before, in a layout that `auto` takes for checked.
 
     Raises:
-      ConfigError: the value is `true`, and there is no small copy of the model that the layout fits.
+      ConfigError: the value is `true`, and there is no small copy of the model that the layout fits, or its loss says
+        nothing.
       JaxstackError: the results differ; the message names the parameter and the mesh axes.
     """
     wanted = config.resilience.verify_layout
@@ -105,7 +114,7 @@ def verify_layout(config: RunConfig, say: Callable[[str], None]) -> None:
       say: called with the result.
 
     Raises:
-      ConfigError: there is no small copy that the layout fits.
+      ConfigError: there is no small copy that the layout fits, or its loss says nothing.
       JaxstackError: the results differ; the message names the parameter and the mesh axes.
     """
     if problem := _workers_problem(config):
@@ -114,7 +123,13 @@ def verify_layout(config: RunConfig, say: Callable[[str], None]) -> None:
     if _devices(config) > 1:
         small = small_copy(config)
         tolerance = _tolerance(small)
-        _judge(config, small, _compare(small, tolerance, None), tolerance, say)
+        try:
+            compared = _compare(small, tolerance, None)
+        except _LeftOut as reason:
+            raise ConfigError(
+                f"the layout cannot be checked: {reason} Set resilience.verify_layout to false."
+            ) from None
+        _judge(config, small, compared, tolerance, say)
 
 
 def _verify_once(config: RunConfig, say: Callable[[str], None]) -> None:
@@ -127,14 +142,8 @@ def _verify_once(config: RunConfig, say: Callable[[str], None]) -> None:
     if problem := _workers_problem(config):
         raise _LeftOut(f"{problem}.")
     config = config.one_worker
-    try:
-        small = in_float32(small_copy(config))
-    except ConfigError as error:
-        raise _LeftOut(str(error)) from None
-    if jax.devices()[0].platform == "gpu":
-        small = small.model_copy(update={"train": small.train.model_copy(update={"xla_options": _UNTUNED})})
-    record = _record_of(small)
-    if broadcast_from_first(record is not None and record.exists()):
+    small, record = _agreed(functools.partial(_small_program, config), SECONDS)
+    if broadcast_from_first(record is not None and os.path.exists(record)):
         return
     tolerance = _tolerance(small)
     _judge(config, small, _compare(small, tolerance, SECONDS), tolerance, say)
@@ -142,6 +151,14 @@ def _verify_once(config: RunConfig, say: Callable[[str], None]) -> None:
         with contextlib.suppress(OSError):  # the next start checks again
             record.parent.mkdir(parents=True, exist_ok=True)
             write_json(record, small.parallel.model_dump(mode="json"))
+
+
+def _small_program(config: RunConfig) -> tuple[RunConfig, Path | None]:
+    """Return the small copy that `auto` computes with, and the file that records it as right (None: there is none)."""
+    small = in_float32(small_copy(config))
+    if jax.devices()[0].platform == "gpu":
+        small = small.model_copy(update={"train": small.train.model_copy(update={"xla_options": _UNTUNED})})
+    return small, _record_of(small)
 
 
 def _splits_model(config: RunConfig) -> bool:
@@ -225,17 +242,27 @@ def _compare(small: RunConfig, tolerance: float, seconds: float | None) -> tuple
         reference, many = _in_time([functools.partial(_prepare, *pair, seconds is not None) for pair in pairs], seconds)
         # Parameters are made once: a layout must not decide on the initial values either.
         start = jax.tree.map(_as_numbers, reference.stored_state)
+        start = start._replace(params=jax.tree.map(_not_zero, start.params))
         differences = []
         for step in range(_TRIES):
-            reference.stored_state = jax.tree.map(_place, start, reference.abstract_stored_state)
-            many.stored_state = jax.tree.map(_place, start, many.abstract_stored_state)
-            wanted = _loss_and_gradients(reference, step)
-            if not _is_finite(wanted):
-                raise _LeftOut("the loss of the small copy is not finite, or has no gradient, on one device either.")
-            differences.append(_largest_difference(_loss_and_gradients(many, step), wanted))
+            differences.append(_agreed(functools.partial(_difference_of_step, reference, many, start, step), seconds))
             if all_true(differences[-1].size <= tolerance):  # each process compares with its own first device
                 break
     return min(differences, key=_order), time.monotonic() - began
+
+
+def _difference_of_step(reference: Trainer, many: Trainer, start: TrainState, step: int) -> _Difference:
+    """Return the difference of a step of two trainers from the same state.
+
+    Raises:
+      _LeftOut: the step on one device says nothing.
+    """
+    for trainer in (reference, many):
+        trainer.stored_state = jax.tree.map(_place, start, trainer.abstract_stored_state)
+    wanted = _loss_and_gradients(reference, step)
+    if not _is_finite(wanted):
+        raise _LeftOut("the loss of the small copy is not finite, or has no gradient, on one device either.")
+    return _largest_difference(_loss_and_gradients(many, step), wanted)
 
 
 @contextlib.contextmanager
@@ -253,6 +280,26 @@ def _quick_compilation(seconds: float | None) -> Iterator[None]:
         jax.config.update(name, before)
 
 
+def _agreed(task: Callable[[], T], seconds: float | None) -> T:
+    """Return the result of a task that all processes begin together.
+
+    Raises:
+      _LeftOut: there is a time limit, and here or on another process the task failed; or it says so itself.
+    """
+    result = problem = None
+    try:
+        result = task()
+    except _LeftOut as reason:
+        problem = str(reason)
+    except Exception as error:
+        if seconds is None:
+            raise
+        problem = _first_line(error)
+    if all_true(problem is None):
+        return cast(T, result)
+    raise _LeftOut(problem or "another process could not make it.")
+
+
 def _in_time(tasks: list[Callable[[], Trainer]], seconds: float | None) -> list[Trainer]:
     """Return the results of tasks, each of which runs in a thread: XLA compiles without Python's lock.
 
@@ -260,21 +307,41 @@ def _in_time(tasks: list[Callable[[], Trainer]], seconds: float | None) -> list[
       _LeftOut: there is a time limit, and here or on another process one of them took longer or failed. It ends by
         itself beside the run; the programs are then in JAX's compilation cache for the next start.
     """
-    threads = concurrent.futures.ThreadPoolExecutor(len(tasks))
-    futures = [threads.submit(task) for task in tasks]
-    threads.shutdown(wait=False)
-    if seconds is None:
+    futures = [_start(task) for task in tasks]
+
+    def results() -> list[Trainer]:
+        _, late = concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION)
+        for future in futures:
+            if future.done():
+                future.result()
+        if late:
+            abandon_thread()
+            raise _LeftOut(
+                f"compiling it takes more than {seconds or 0:.0f} s; resilience.verify_layout=true waits for it."
+            )
         return [future.result() for future in futures]
-    _, late = concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION)
-    errors = [future.exception() for future in futures if future.done() and future.exception() is not None]
-    problem = ""
-    if errors:
-        problem = str(errors[0]).splitlines()[0] if str(errors[0]) else type(errors[0]).__name__
-    elif late:
-        problem = f"compiling it takes more than {seconds:.0f} s; resilience.verify_layout=true waits for it."
-    if all_true(not problem):
-        return [future.result() for future in futures]
-    raise _LeftOut(problem or "another process could not compile it in time.")
+
+    return _agreed(results, seconds)
+
+
+def _start(task: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """Start a task in a thread that, unlike those of an executor, the end of the process does not wait for."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="jaxstack layout check", daemon=True).start()
+    return future
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error's text, with its class unless it is one of ours, which say all in the text."""
+    text = next(iter(str(error).splitlines()), "")
+    return text if isinstance(error, JaxstackError) else f"{type(error).__name__}: {text}"
 
 
 def _prepare(config: RunConfig, devices: list[Any], plain: bool) -> Trainer:
@@ -338,6 +405,16 @@ def _whole(tree: Any, trainer: Trainer) -> Any:
 def _as_numbers(x: jax.Array) -> np.ndarray:
     """Return an array of one device as a NumPy array; random keys as their numbers."""
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def _not_zero(x: np.ndarray) -> np.ndarray:
+    """Return a parameter, with random numbers in place of zeros: beside zeros, gradients are zero in any layout.
+
+    The second matrix of an adapter is zero at first, so that the first has no gradient.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.any():
+        return x
+    return np.random.default_rng(x.size).normal(0, _WAS_ZERO, x.shape).astype(x.dtype)
 
 
 def _place(x: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:

@@ -11,6 +11,7 @@ import pytest
 from jaxstack.data.device_batches import abstract_batch
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.parallel import make_mesh
+from jaxstack.parameter_paths import path_name
 from jaxstack.run import small_copy as small_copies
 from jaxstack.run import verify_layout as module
 from jaxstack.run.build import make_trainer
@@ -38,8 +39,8 @@ def cache(tmp_path):
     jax.config.update("jax_compilation_cache_dir", before)
 
 
-def make_wrong(monkeypatch, *, always: bool) -> None:
-    """Has a layout add the gradients of a norm over half of the devices, in each batch or only in the first one."""
+def make_wrong(monkeypatch, wrong_path: str = "final_norm", *, always: bool = True) -> None:
+    """Has a layout add some gradients over half of the devices, in each batch or only in the first one."""
     make_trainer = module.make_trainer
 
     def wrong(config, data, devices):
@@ -53,7 +54,7 @@ def make_wrong(monkeypatch, *, always: bool) -> None:
                 sums, others = gradients(params, others, batch, key, **settings)
                 factor = 0.5 if always else jnp.where((batch["tokens"] == first).all(), 0.5, 1)
                 half = jax.tree.map_with_path(
-                    lambda path, g: g * factor if "final_norm" in jax.tree_util.keystr(path) else g, sums.gradients
+                    lambda path, g: g * factor if wrong_path in path_name(path) else g, sums.gradients
                 )
                 return dataclasses.replace(sums, gradients=half), others
 
@@ -117,7 +118,7 @@ def test_a_right_layout_is_checked_once_by_default(cache):
 
 @pytest.mark.longer
 def test_a_wrong_gradient_stops_the_run_by_default_at_each_start(cache, monkeypatch):
-    make_wrong(monkeypatch, always=True)
+    make_wrong(monkeypatch)
     message = r"fsdp 2 x tensor 2 computes another gradient of final_norm/scale than one device, by 0\.5 "
     for _ in range(2):
         with pytest.raises(JaxstackError, match=message):
@@ -161,6 +162,34 @@ def test_true_compares_in_the_precision_of_the_run(cache):
     for _ in range(2):
         verify_layout(small_config(*LAYOUT, "precision.compute=bfloat16"), said.append)
     assert len(said) == 2 and all("one device (in bfloat16, " in line for line in said)
+
+
+@pytest.mark.parametrize("place", ["make_trainer", "_place", "small_copy", "_hash_of_sources"])
+def test_an_error_of_the_check_itself_is_no_error_of_the_run(place, cache, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no room\nand more lines")
+
+    monkeypatch.setattr(module, place, fails)
+    said = []
+    check_layout(small_config("parallel.fsdp=2"), said.append)
+    assert said == ["layout check left out: RuntimeError: no room"]
+    assert not (cache / "verified_layouts").exists()
+
+
+@pytest.mark.longer
+def test_true_says_in_one_message_that_a_loss_says_nothing(monkeypatch):
+    monkeypatch.setattr(module, "_is_finite", lambda result: False)
+    config = small_config("parallel.fsdp=2", "resilience.verify_layout=true")
+    with pytest.raises(ConfigError, match=r"^the layout cannot be checked: .* not finite, .*verify_layout to false\.$"):
+        check_layout(config, print)
+
+
+@pytest.mark.longer
+def test_a_wrong_gradient_of_what_zeros_hide_at_first_is_found(monkeypatch):
+    """The first matrix of an adapter has no gradient while the second one is zero."""
+    make_wrong(monkeypatch, "adapter/a")
+    with pytest.raises(JaxstackError, match=r"another gradient of decoder/layers/0/\S+/adapter/a than one device"):
+        check_layout(small_config("parallel.fsdp=2", "adapters.rules=[{path: q_proj}]"), print)
 
 
 def test_a_check_that_takes_too_long_is_left_out(cache, monkeypatch):
