@@ -130,6 +130,8 @@ class Engine:
         self._cancelled: deque[Request] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._blocks = 0
+        """Number of `with` blocks of `together` that have not ended."""
         self._count = 0
         if warm_up:
             self.warm_up()
@@ -219,10 +221,17 @@ class Engine:
     def together(self) -> Iterator[None]:
         """Submit the requests of this `with` block together: an idle engine starts none of them before its end.
 
-        Their prompts then share steps from the first one on. An engine that is running takes them as they come.
+        Their prompts then share steps from the first one on. An engine that is running takes them as they come. Other
+        threads may submit requests meanwhile, too. Wait for the answers after the block: in it there may be none.
         """
         with self._changed:
+            self._blocks += 1
+        try:
             yield
+        finally:
+            with self._changed:
+                self._blocks -= 1
+                self._changed.notify_all()
 
     def load_adapter(self, name: str, matrices: AdapterMatrices) -> None:
         """Load an adapter, while requests run.
@@ -415,17 +424,19 @@ class Engine:
                 if self.step():
                     continue
                 with self._changed:
-                    if self._new or self._cancelled:
-                        continue
-                    if self._closed:
+                    self._changed.wait_for(self._may_go_on)
+                    if self._closed and not (self._new or self._cancelled):
                         return
-                    self._changed.wait()
         except Exception as error:  # after any error, callers must not wait forever
             shortage = memory_shortage(error)
             self._fail(f"{type(error).__name__}: {error}" if shortage is None else shortage)
             if shortage is None:
                 raise
             logging.getLogger(__name__).error("the engine has failed: %s; lower engine.slots.", shortage)
+
+    def _may_go_on(self) -> bool:
+        """Return True if an idle engine has something to do, or is to end."""
+        return self._closed or (not self._blocks and bool(self._new or self._cancelled))
 
     def _fail(self, message: str) -> None:
         with self._changed:

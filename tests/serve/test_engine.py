@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -329,6 +330,26 @@ def test_requests_that_are_submitted_together_start_in_one_step(decoder):
             assert engine.stats.steps == 0 and engine.waiting == 3
         assert [handle.result() for handle in handles] == [expected(decoder, prompt, 1) for prompt in asked]
         assert engine.stats.steps == 1
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_a_block_of_requests_holds_up_nobody_else(decoder, group):
+    """Other threads submit and cancel in it, an error ends it, and so does closing the engine."""
+    engine = Engine(decoder, SMALL, warm_up=False)
+    with EngineGroup([engine]) if group else engine as served, ThreadPoolExecutor(2) as threads:
+        with pytest.raises(ConfigError, match="at least one token"), served.together():
+            first = served.submit([1, 2], 3, GREEDY)
+            others = list(threads.map(lambda prompt: served.submit(prompt, 4, GREEDY), [[3], [4, 5]], timeout=60))
+            threads.submit(others[0].cancel).result(60)
+            assert engine.waiting == 3 and engine.stats.steps == 0
+            served.submit([], 1)
+        assert first.result() == expected(decoder, [1, 2], 3)
+        assert others[1].result() == expected(decoder, [4, 5], 4)
+        assert others[0].result() == [] and others[0].finish_reason == "cancelled"
+        with served.together():
+            last = served.submit([6], 4, GREEDY)
+            served.close()
+        assert last.finish_reason == "cancelled"
 
 
 @pytest.mark.exhaustive
