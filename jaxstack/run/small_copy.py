@@ -2,14 +2,20 @@
 
 import itertools
 import math
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
+from flax import nnx
+
+from jaxstack.config.base import PathRule
 from jaxstack.config.loader import build_component
 from jaxstack.data.config import DataConfig
 from jaxstack.distill import DistillConfig
 from jaxstack.errors import ConfigError
 from jaxstack.local_sgd.diloco import DiLoCo
-from jaxstack.models import ModelConfig
+from jaxstack.models import ModelConfig, Transformer, add_adapters
+from jaxstack.models.adapters import AdapterRule
 from jaxstack.optim.optimizers import SGD
 from jaxstack.optim.schedules import Constant
 from jaxstack.parallel import ParallelConfig
@@ -25,6 +31,7 @@ _LENGTH = 128
 """Tokens of a row, or more if the layout needs them."""
 _MICROBATCHES = 2
 """Largest number of microbatches outside of a pipeline: the further ones only repeat the second."""
+R = TypeVar("R", bound=PathRule)
 
 
 def small_copy(config: RunConfig) -> RunConfig:
@@ -42,7 +49,7 @@ def small_copy(config: RunConfig) -> RunConfig:
             small = _with_small_batch(config.model_copy(update={"model": model}), factor, length)
             problems = small.layout_problems()
             if not problems:
-                return small
+                return _with_matching_rules(small)
     reason = f": {problems[0]}" if problems else "."
     raise ConfigError(
         f"resilience.verify_layout found no small copy of the model for this layout; set it to false{reason}"
@@ -118,6 +125,32 @@ def _with_small_batch(config: RunConfig, factor: int, length: int) -> RunConfig:
             "run": config.run.model_copy(update={"init_from": None}),
         }
     )
+
+
+def _with_matching_rules(config: RunConfig) -> RunConfig:
+    """Return the configuration of a small copy without the rules for layers, by number, that only the whole model has.
+
+    A rule that matches no parameter counts as misspelt elsewhere.
+    """
+    adapters = _matching(config.adapters.rules, _parameter_paths(config.model, ()))
+    paths = _parameter_paths(config.model, adapters)
+    found = {
+        "adapters": {"rules": adapters},
+        "optimizer": {"groups": _matching(config.optimizer.groups, paths)},
+        "compression": {"rules": _matching(config.compression.rules, paths)},
+        "precision": {"fp8_rules": _matching(config.precision.fp8_rules, paths)},
+    }
+    sections = {name: getattr(config, name).model_copy(update=rules) for name, rules in found.items()}
+    return config.model_copy(update=sections)
+
+
+def _parameter_paths(model: ModelConfig, adapters: Sequence[AdapterRule]) -> list[str]:
+    made = nnx.eval_shape(lambda: add_adapters(Transformer(model, nnx.Rngs(0)), adapters, nnx.Rngs(0)))
+    return ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(made, nnx.Param))]
+
+
+def _matching(rules: Sequence[R], paths: Sequence[str]) -> tuple[R, ...]:
+    return tuple(rule for rule in rules if any(re.search(rule.path, path) for path in paths))
 
 
 def on_one_device(config: RunConfig) -> RunConfig:

@@ -90,6 +90,20 @@ def test_a_small_copy_has_the_kinds_of_layers_of_the_model(overrides):
     assert small.train.gradient_accumulation <= (2 if config.parallel.pipeline == 1 else 4)
 
 
+def test_rules_for_layers_that_a_small_copy_lacks_are_left_out_of_it():
+    rules = "[{path: layers/7/, frozen: true}, {path: adapter/b, frozen: true}, {path: embedding, frozen: true}]"
+    config = small_config(
+        *LAYOUT, "model.num_layers=8", "model.scan_layers=false", f"optimizer.groups={rules}",
+        "adapters.rules=[{path: layers/6/.*q_proj}, {path: k_proj}]",
+        "precision.fp8=current", "precision.fp8_rules=[{path: layers/7/, fp8: false}]",
+    )  # fmt: skip
+    small = small_copy(config)
+    assert small.model.num_layers < 6
+    assert [rule.path for rule in small.optimizer.groups] == ["adapter/b", "embedding"]
+    assert [rule.path for rule in small.adapters.rules] == ["k_proj"]
+    assert small.precision.fp8_rules == ()
+
+
 def test_a_small_copy_in_float32_drops_nothing_and_names_no_kernel():
     config = small_config(
         *LAYOUT, "model.attention_implementation=mosaic", "model.dropout=0.1", "precision.compute=bfloat16",
