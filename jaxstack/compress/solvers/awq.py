@@ -9,7 +9,7 @@ Weights are matrices W [out, in].
 
 import dataclasses
 import functools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, cast
 
 import jax
@@ -67,7 +67,8 @@ class Awq(RoundingMethod, AfterTraining):
         changed = {}
         for fold in find_folds(block.config, weights):
             if all(block.methods.get(f"{path}/kernel") == self for path in fold.targets):
-                experts = {path.removesuffix("/kernel") for path, layout in block.layouts.items() if layout.stack}
+                stacked = (path for path, layout in block.layouts.items() if layout.stack)
+                experts = frozenset(path.removesuffix("/kernel") for path in stacked)
                 new = apply_fold(weights, fold, self._best_scales(block, fold), block.config.norm, experts)
                 weights.update(new)
                 changed.update(new)
@@ -104,8 +105,12 @@ def _mean_magnitude(statistics: LayerStatistics) -> Float[Array, " in"]:
     """Return the mean magnitude of each input of a dense layer; for experts that over the inputs of all."""
     each = statistics if isinstance(statistics, tuple) else (statistics,)
     counts = jnp.asarray([one.count for one in each], jnp.float32)
-    means = jnp.stack([cast(jax.Array, one.mean_abs) for one in each])
-    return counts @ means / jnp.maximum(counts.sum(), 1.0)
+    return _weighted_mean(counts, [cast(jax.Array, one.mean_abs) for one in each])
+
+
+@jax.jit
+def _weighted_mean(counts: Float[Array, " n"], values: Sequence[Float[Array, " in"]]) -> Float[Array, " in"]:
+    return counts @ jnp.stack(values) / jnp.maximum(counts.sum(), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,12 +157,13 @@ def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
     return folds
 
 
+@functools.partial(jax.jit, static_argnames=("fold", "norm", "experts"))
 def apply_fold(
     weights: Mapping[str, jax.Array],
     fold: Fold,
     scales: Float[Array, "*experts in"],
     norm: str,
-    experts: Container[str] = (),
+    experts: frozenset[str] = frozenset(),
 ) -> dict[str, jax.Array]:
     """Return new weights by path: those of `fold.targets` multiplied by input scales, those of `fold.source` divided.
 
@@ -194,6 +200,7 @@ def scale_inputs(kernel: Float[Array, "..."], scales: Float[Array, " in"]) -> Fl
     return (kernel.reshape(len(scales), -1) * scales[:, None]).reshape(kernel.shape)
 
 
+@functools.partial(jax.jit, static_argnames="group_size")
 def candidate_scales(
     mean_abs: Float[Array, " in"], matrices: Sequence[Float[Array, "_ in"]], group_size: int | None
 ) -> Float[Array, "n in"]:
