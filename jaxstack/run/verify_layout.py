@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -307,7 +306,10 @@ def _in_time(tasks: list[Callable[[], Trainer]], seconds: float | None) -> list[
       _LeftOut: there is a time limit, and here or on another process one of them took longer or failed. It ends by
         itself beside the run; the programs are then in JAX's compilation cache for the next start.
     """
-    futures = [_start(task) for task in tasks]
+    # Not daemon threads: Python ends these inside of XLA's compiler at the exit of a process, which aborts it.
+    threads = concurrent.futures.ThreadPoolExecutor(len(tasks), thread_name_prefix="jaxstack layout check")
+    futures = [threads.submit(task) for task in tasks]
+    threads.shutdown(wait=False)
 
     def results() -> list[Trainer]:
         _, late = concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION)
@@ -315,27 +317,13 @@ def _in_time(tasks: list[Callable[[], Trainer]], seconds: float | None) -> list[
             if future.done():
                 future.result()
         if late:
-            abandon_thread()
+            abandon_thread()  # one of several processes exits without it
             raise _LeftOut(
                 f"compiling it takes more than {seconds or 0:.0f} s; resilience.verify_layout=true waits for it."
             )
         return [future.result() for future in futures]
 
     return _agreed(results, seconds)
-
-
-def _start(task: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Start a task in a thread that, unlike those of an executor, the end of the process does not wait for."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(task())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="jaxstack layout check", daemon=True).start()
-    return future
 
 
 def _first_line(error: Exception) -> str:
