@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -213,6 +215,20 @@ def test_a_check_that_takes_too_long_is_left_out(cache, monkeypatch):
     (line,) = said
     assert re.fullmatch(r"layout check left out: compiling it takes more than 0 s; .*=true waits for it\.", line)
     assert not (cache / "verified_layouts").exists()
+
+
+LATE = """
+from jaxstack.run import verify_layout
+from tests.small_runs import small_config
+verify_layout.SECONDS = 0.01
+verify_layout.check_layout(small_config("parallel.fsdp=2"), print)
+"""
+
+
+@pytest.mark.longer
+def test_a_process_ends_without_an_error_while_a_late_check_compiles():
+    ended = subprocess.run([sys.executable, "-c", LATE], check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "") and "takes more than" in ended.stdout
 
 
 @pytest.mark.parametrize(
