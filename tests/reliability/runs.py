@@ -111,6 +111,12 @@ class Runs:
             if any(line["step"] >= step for line in self.lines(name)):
                 return
 
+    def wait_for_checkpoint(self, process: subprocess.Popen, name: str) -> None:
+        """Until the run has a checkpoint, which is written beside the steps after it."""
+        for _ in waiting(process):
+            if self.saved(name):
+                return
+
 
 def waiting(process: subprocess.Popen, seconds: float = 240) -> Iterator[None]:
     """Rounds of 10 ms while a process runs; fails where it ends or the time is over."""

@@ -15,8 +15,8 @@ AGREES = "layout fsdp 2 x tensor 2: a small copy of the model has the loss and g
 def test_two_processes_check_their_layout_once(runs: Runs):
     """All processes agree on the check; neither a restart by the launcher nor the next run makes it again."""
     launcher = runs.launch(["--processes", "2"], runs.train("split", *LAYOUT, "train.steps=100000"))
-    before = "".join(read_until(launcher, "checked in"))
-    runs.wait_for_step(launcher, "split", 6)
+    before = "".join(read_until(launcher, "checked in|left out"))
+    runs.wait_for_checkpoint(launcher, "split")
     os.kill(ranks(launcher)[1], signal.SIGKILL)
     after = "".join(read_until(launcher, "resuming from step"))
     runs.wait_for_step(launcher, "split", 12)
