@@ -28,7 +28,7 @@ def test_a_node_whose_peer_died_ends_and_comes_back(runs: Runs, record, full):
         runs.launch(["--nodes", "2", "--node-rank", str(rank), "--coordinator", f"127.0.0.1:{port}"], command)
         for rank in (0, 1)
     ]
-    runs.wait_for_step(nodes[0], name, 8)
+    runs.wait_for_checkpoint(nodes[0], name)
     survivor = ranks(nodes[0])[0]
     victim = ranks(nodes[1])[1]
     began = time.monotonic()
@@ -118,7 +118,7 @@ def test_a_run_goes_on_with_one_node_and_grows_again(runs: Runs, lost, record, f
 
     nodes = {rank: start(rank) for rank in (0, 1)}
     left = nodes[1 - lost]
-    runs.wait_for_step(left, name, 12)
+    runs.wait_for_checkpoint(left, name)
     began = time.monotonic()
     nodes[lost].kill()
     said = "".join(read_until(left, "starting with 1 of 2 nodes", r"resuming from step (\d+)"))
