@@ -33,6 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import jax
 import numpy as np
 
 from benchmarks.rows import append_rows, print_table
@@ -402,6 +403,7 @@ def main() -> int:
         settings=args.settings,
         seed=args.seed,
     )
+    row["device"] = jax.devices()[0].device_kind  # that of the server, which has ended
     print_table([row], COLUMNS)
     for kind, count in collections.Counter(failures).most_common(20):
         print(f"{count} x {kind}")
