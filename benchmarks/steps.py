@@ -165,7 +165,7 @@ def open_trainer(overrides: Sequence[str]) -> tuple[Any, Any]:
         overrides: The configuration; `packed_base=RECIPE` packs random weights beside adapters, see `random_base`.
     """
     from benchmarks.packed_base import random_base
-    from jaxstack.module_arrays.packed_base import NAME, packed_arrays
+    from jaxstack.module_arrays.packed_base import packed_arrays
     from jaxstack.run.build import make_trainer
     from jaxstack.run_config import load_config
 
@@ -177,7 +177,7 @@ def open_trainer(overrides: Sequence[str]) -> tuple[Any, Any]:
         return config, make_trainer(config, data)
     base = random_base(config.model, recipe)
     trainer = make_trainer(config, data, base=base)
-    trainer.load_companion(NAME, packed_arrays(base.weights))
+    trainer.load_unsaved(packed_arrays(base.weights))
     return config, trainer
 
 
