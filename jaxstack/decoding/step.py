@@ -153,16 +153,12 @@ class Programs:
         )
 
     def _make_advance(self, shardings: tuple[Any, ...], variant: StepVariant) -> Callable[..., Any]:
-        options = _compiler_options(self.model, variant)
-        alone = self.model.rules.mesh.size == 1  # a graph of a loop whose kernels wait for other devices was not tried
-        if current_target().platform == "cuda" and alone and not self.constant_steps:
-            options = {**loop_in_graph_options(), **(options or {})}
         return self.compiler.jit(
             partial(self._decode_steps, variant=variant),
             static_argnames=("most", "steps", "mode") if self.constant_steps else "most",
             donate_argnames="pages",
             out_shardings=shardings,
-            compiler_options=options,
+            compiler_options=_compiler_options(self.model, variant, loops=not self.constant_steps),
         )
 
     @functools.cached_property
@@ -533,13 +529,23 @@ class ScoredPrograms(Programs):
     scores = True
 
 
-def _compiler_options(model: ModelOnMesh, variant: StepVariant) -> dict[str, OptionValue] | None:
-    """Return XLA's options for the programs of a variant of steps; None: the defaults."""
+def _compiler_options(
+    model: ModelOnMesh, variant: StepVariant, *, loops: bool = False
+) -> dict[str, OptionValue] | None:
+    """Return XLA's options for the programs of a variant of steps; None: the defaults.
+
+    Args:
+      loops: a program runs a number of steps that is one of its arguments.
+    """
     options = model.options(many=variant.size != "few")
-    if current_target().platform != "cuda" or not (variant.halves or variant.size == "long"):
+    if current_target().platform != "cuda":
         return options
-    halves = half_batch_options() if variant.halves else {}
-    return {**(options or {}), **halves, **(without_graph_options() if variant.size == "long" else {})}
+    more = half_batch_options() if variant.halves else {}
+    if loops and model.rules.mesh.size == 1:  # a loop whose kernels wait for other devices was not tried in a graph
+        more |= loop_in_graph_options()
+    if variant.size == "long":
+        more |= without_graph_options()
+    return {**(options or {}), **more} or None
 
 
 def _size(rows: int) -> Literal["few", "many"]:

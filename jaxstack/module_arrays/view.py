@@ -1,4 +1,4 @@
-"""A view: what a train state does with some of a module's arrays that it does not do with a plain parameter.
+"""The interface of views: special handling of some of a module's parameters in training, checkpoints and export.
 
 A view changes some parameters, for example to factors of low rank or to a direction and a length, and says how a step
 gets back what the module computes with. Or it says that some of them are not trained, not saved, or not part of the
@@ -21,7 +21,7 @@ Reader = Callable[[str], Any]
 
 
 class View:
-    """What a train state does with some of a module's parameters. The default changes nothing.
+    """Special handling of some of a module's parameters: how they are stored, trained and saved; by default none.
 
     A subclass that changes parameters implements `bind`, `stored_variables`, `store`, `use` and `load`; one that
     constrains them implements `keep`; one that changes the order of all arrays implements `arrange` alone; one that

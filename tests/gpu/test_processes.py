@@ -10,7 +10,6 @@ import pytest
 
 from tests.gpu.conftest import on_hopper
 
-pytestmark = pytest.mark.gpu
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 6
 SHAPE = (

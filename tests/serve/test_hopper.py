@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxstack.decoding.rows import Column, decode_rows
-from jaxstack.decoding.step import Programs, StepVariant
+from jaxstack.decoding.step import Programs, StepVariant, _compiler_options
 from jaxstack.distributed.xla_options import half_batch_options
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.layer import CacheRoom
@@ -149,3 +149,14 @@ def test_half_batches_run_matmuls_while_the_other_half_is_summed():
     assert len(overlapped) >= sums - 3
     if len(overlapped) < sums - 2:
         pytest.xfail("XLA's schedule leaves one more sum bare: what could run beside two of them runs beside one")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_loop_of_steps_on_one_gpu_is_part_of_a_graph(devices):
+    rules = types.SimpleNamespace(mesh=types.SimpleNamespace(size=devices))
+    model = types.SimpleNamespace(rules=rules, options=lambda *, many: {"xla_gpu_enable_triton_gemm": True})
+    with lowering_platform("cuda", (9, 0)):
+        loop, step = (_compiler_options(model, StepVariant(), loops=loops) for loops in (True, False))
+    assert step == {"xla_gpu_enable_triton_gemm": True}
+    assert ("WHILE" in str(loop.pop("xla_gpu_enable_command_buffer", ""))) == (devices == 1)
+    assert loop == step
