@@ -21,6 +21,7 @@ benchmarks/results/generate.jsonl.
 """
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
@@ -92,12 +93,15 @@ class FilledPrograms(Programs):
     def make_cache(self, room: CacheRoom, params: Params, non_params: Params) -> Pages:
         leaves, tree = jax.tree.flatten(super().make_cache(room, params, non_params))
 
-        def filled(number: int, x: jax.Array) -> jax.Array:
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                return x
-            return x + jax.random.normal(jax.random.key(number), x.shape, jnp.bfloat16).astype(x.dtype)
+        @functools.cache
+        def noise(shape: tuple[int, ...]) -> jax.Array:
+            # Equal for all layers, as XLA takes seconds to compile random numbers; without a barrier it repeats them.
+            return jax.lax.optimization_barrier(jax.random.normal(jax.random.key(0), shape, jnp.bfloat16))
 
-        return tree.unflatten([filled(number, x) for number, x in enumerate(leaves)])
+        def filled(x: jax.Array) -> jax.Array:
+            return x + noise(x.shape).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        return tree.unflatten(map(filled, leaves))
 
     def forward(self, rows: Any, chunks: Any, tokens: Any, drafted: Any, recent: Any = None) -> jax.Array:
         if chunks is None:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxstack.decoding.cache_room import copy_row, make_cache, row_axes
 from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.draft_steps import DraftLoop, Drafts, count_accepted
 from jaxstack.decoding.logit_changes import LogitChanges, change_logits, count_tokens
 from jaxstack.decoding.rows import (
     Column,
@@ -57,12 +58,13 @@ class DraftPrograms:
       model: the draft model, on the same mesh, with the same tokenizer.
       width: D.
       together: number of layers that run together while guessing; 1: the draft model is run exactly.
+      most: largest number of steps of a program.
 
     Raises:
       ConfigError: layers that run together are stacked, or read more than the residual stream.
     """
 
-    def __init__(self, target: Programs, model: ModelOnMesh, width: int, together: int = 1):
+    def __init__(self, target: Programs, model: ModelOnMesh, width: int, together: int = 1, most: int = 1):
         if together > 1 and model.config.scan_layers and model.config.num_layers > 1:
             raise ConfigError("engine.draft_layers_together needs a draft model with model.scan_layers=false.")
         if together > 1:
@@ -90,6 +92,7 @@ class DraftPrograms:
         many = model.options(many=True)
         self._fill = jit(self._fill_step, donate_argnames="pages", out_shardings=layout, compiler_options=many)
         self._verify = jit(self._verify_step, donate_argnames="changes", out_shardings=(whole, whole))
+        self._loop = DraftLoop(target, self, width=width, most=most, layout=layout)
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -138,6 +141,38 @@ class DraftPrograms:
             found, changes = self._verify(logits, drafted, guessed, *settings, mask, number, changes=changes)
             self.target.changes = changes or self.target.changes
             return found
+
+    def run_steps(
+        self, rows: Int[np.ndarray, "R columns"], newest: Int[np.ndarray, " R"], steps: int, mode: Mode
+    ) -> Int[Array, "most R found"]:
+        """Dispatch several steps as one program, unless the cache is `approximate`; see `DraftLoop.run`."""
+        params = self.model.params, self.model.non_params
+        found, self._pages = self._loop.run(rows, newest, params, self._pages, steps=steps, mode=mode)
+        return found
+
+    def guess(
+        self,
+        params: PyTree,
+        rows: Int[Array, "R columns"],
+        newest: Int[Array, " R"],
+        mode: Int[Array, ""],
+        state: Pages,
+    ) -> tuple[Drafts, Pages]:
+        """Return the draft model's tokens after each newest one, and its pages; see `Drafter`."""
+        weights, rest = params
+        tokens, logits, pages = self._propose(weights, rest, rows, newest, None, mode, state)
+        return Drafts(tokens, rows[:, Column.COUNT], logits), pages
+
+    def verify(
+        self, logits: Float[Array, "R D V"], drafts: Drafts, sampling: RowSampling, mode: Mode
+    ) -> tuple[Int[Array, "R D"], Int[Array, " R"]]:
+        """Accept or reject drafts by the served model's logits; see `accept_drafts`."""
+        assert drafts.logits is not None
+        return accept_drafts(logits, drafts.logits, drafts.tokens, drafts.counts, sampling, mode)
+
+    def extend(self, state: Pages, tokens: Int[Array, "R D"], given: Int[Array, " R"]) -> Pages:
+        """Return the pages, which have the accepted drafts already."""
+        return state
 
     def fill(
         self,
@@ -219,9 +254,21 @@ class DraftPrograms:
         recent: RecentTokens | None,
         mode: Int[Array, ""],
         pages: Pages,
-    ) -> tuple[Int[Array, "R D"], Float[Array, "R D V"], Pages]:
-        """Propose draft tokens for each sequence; return them with the draft model's logits and KV-cache pages."""
+    ) -> Guesses:
         self.target.compiled += 1
+        return self._propose(params, non_params, rows, newest, recent, mode, pages)
+
+    def _propose(
+        self,
+        params: PyTree,
+        non_params: PyTree,
+        rows: Int[Array, "R columns"],
+        newest: Int[Array, " R"],
+        recent: RecentTokens | None,
+        mode: Int[Array, ""],
+        pages: Pages,
+    ) -> Guesses:
+        """Propose draft tokens for each sequence; return them with the draft model's logits and KV-cache pages."""
         lines = jnp.arange(len(rows))
         first = self.width - rows[:, Column.COUNT]
         vocabulary = self.target.model.config.vocab_size or 0
@@ -349,7 +396,7 @@ def accept_drafts(
     if mode == "greedy":  # all probabilities are 0 or 1, so that no random number is needed
         likeliest = jnp.argmax(logits, -1).astype(jnp.int32)
         accepted = is_draft & (draft == likeliest)
-        return likeliest, _count_accepted(accepted, is_draft, offset)
+        return likeliest, count_accepted(accepted, counts)
     each = RowSampling(*(jnp.repeat(x, width) for x in sampling))
     each = each._replace(number=each.number + jnp.maximum(offset, 0).ravel())
     p, q = (probabilities(x.reshape(-1, vocabulary), each, mode) for x in (logits, guessed))
@@ -363,15 +410,7 @@ def accept_drafts(
     left = jnp.where(left.sum(-1, keepdims=True) > 0, left, p)  # p = q up to rounding
     likely = each._replace(temperature=jnp.ones_like(each.temperature))
     replacement = sample_rows(jnp.log(left), likely, "free").reshape(lines, width)
-    return jnp.where(accepted, draft, replacement), _count_accepted(accepted, is_draft, offset)
-
-
-def _count_accepted(
-    accepted: Bool[Array, "R D"], is_draft: Bool[Array, "R D"], offset: Int[Array, "R D"]
-) -> Int[Array, " R"]:
-    """Return the number of accepted drafts of each row before its first rejected one."""
-    before = jnp.cumprod(jnp.where(offset >= 0, accepted, True), axis=1)
-    return (before * is_draft).sum(1)
+    return jnp.where(accepted, draft, replacement), count_accepted(accepted, counts)
 
 
 def _resize(logits: Float[Array, "R W"], vocabulary: int) -> Float[Array, "R V"]:

@@ -149,7 +149,8 @@ class Engine:
         chooses = self.scheduler.choice is not None
         kinds = (False, True) if chooses else (self.config.draft_tokens > 0,)
         if draft is not None:
-            drafts = DraftPrograms(self.programs, draft, width, self.config.draft_layers_together)
+            config = self.config
+            drafts = DraftPrograms(self.programs, draft, width, config.draft_layers_together, config.decode_steps)
         elif predicts:
             drafts = PredictionPrograms(self.programs, width)
         else:
@@ -370,11 +371,12 @@ class Engine:
         self._take_messages()
         runner = self._runner
         self.scheduler.decode_steps = runner.most_steps
+        self.scheduler.draft_steps = runner.most_draft_steps
         plan = self.scheduler.plan(runner.busy)
         if plan is not None:
             runner.dispatch(plan)
             self.stats.steps += plan.steps
-            self.stats.draft_steps += any(row.drafts for row in plan.decoded)
+            self.stats.draft_steps += plan.steps * any(row.drafts for row in plan.decoded)
             self.stats.computed_tokens += sum(row.count for row in plan.chunks)
         if not runner.busy:
             return False
@@ -473,8 +475,6 @@ class Engine:
         for row, tokens, scores in found:
             given += len(tokens)
             if row.request.finish_reason is None:
-                self.stats.draft_tokens += len(row.drafts)
-                self.stats.accepted_tokens += len(tokens) - 1 if row.drafts else 0
                 row.set_accepted(len(tokens))
                 self._receive(row.request, tokens, scores)
         if self.scheduler.choice is not None:

@@ -7,7 +7,7 @@ as without drafts, greedy or sampled.
 
 from collections.abc import Sequence
 
-_LENGTHS = (3, 2)
+LENGTHS = (3, 2)
 """Lengths of the newest n-gram to look up, in this order; the first that is found is used."""
 
 
@@ -32,14 +32,14 @@ class NGramDrafter:
         """Append new tokens of the prompt or answer to the text that drafts are looked up in."""
         for token in tokens:
             end = len(self._tokens)
-            for length in _LENGTHS:
+            for length in LENGTHS:
                 if end >= length:
                     self._followers[tuple(self._tokens[end - length :])] = end
             self._tokens.append(token)
 
     def guess(self, count: int) -> tuple[int, ...]:
         """Return up to `count` draft tokens to follow the text; none if its last n-gram has not occurred before."""
-        for length in _LENGTHS:
+        for length in LENGTHS:
             place = self._followers.get(tuple(self._tokens[-length:])) if len(self._tokens) >= length else None
             if place is not None:
                 return tuple(self._tokens[place : place + count])

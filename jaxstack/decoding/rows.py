@@ -175,6 +175,13 @@ def pad_chunks(rows: Sequence[Row], shape: ChunkShape, ahead: int = 0) -> Int[np
     return tokens
 
 
+def newest_tokens(rows: Sequence[Row], count: int) -> Int[np.ndarray, " R"]:
+    """Return the newest token of each row, padded to `count` rows."""
+    tokens = np.zeros(count, np.int32)
+    tokens[: len(rows)] = [row.request.tokens[-1] for row in rows]
+    return tokens
+
+
 def decode_rows(
     model: Transformer,
     rows: Int[Array, "R columns"],

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.ngram_draft import accept
-from jaxstack.decoding.rows import Column, RecentTokens, choose_mode, pad_chunks
+from jaxstack.decoding.ngram_steps import NGramSteps
+from jaxstack.decoding.rows import Column, RecentTokens, choose_mode, newest_tokens, pad_chunks
 from jaxstack.decoding.sampling import Mode
 from jaxstack.decoding.schedule import Row, StepPlan
 from jaxstack.decoding.scores import unpack_scores
@@ -137,10 +139,11 @@ class Runner:
         self._stats = stats
         self._kinds = kinds
         self._width = 1 + config.draft_tokens  # tokens per decoded row: the newest token and its draft tokens
-        self._steps = 1 if all(kinds) else config.decode_steps
+        self._steps = config.decode_steps
         self._drafted = False  # the newest step was one with drafts
         self._in_flight = deque[_Dispatched]()
-        self._step_seconds = 0.0
+        self._step_seconds = {False: 0.0, True: 0.0}
+        """Seconds of recent decode steps without drafts, and with them."""
         self._read_at = 0
 
     @property
@@ -159,9 +162,27 @@ class Runner:
 
         Where their number is a constant of the program it does not depend on times, which differ between processes.
         """
-        if self.programs.constant_steps:
-            return self._steps
-        return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds, 1e-6))))
+        return self._steps if self.programs.constant_steps else self._most_steps(drafts=False)
+
+    @property
+    def most_draft_steps(self) -> int:
+        """Maximum number of steps with drafts to run as one program; 1 if the host has to read the tokens of each.
+
+        It has to where the next step runs accepted tokens again.
+        """
+        return self._most_steps(drafts=True) if self._loops_drafts else 1
+
+    def _most_steps(self, *, drafts: bool) -> int:
+        return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds[drafts], 1e-6))))
+
+    @property
+    def _loops_drafts(self) -> bool:
+        """True if there are programs of several steps with drafts."""
+        return any(self._kinds) and self._steps > 1 and not (self.programs.constant_steps or self._runs_again)
+
+    @functools.cached_property
+    def _ngrams(self) -> NGramSteps:
+        return NGramSteps(self.programs, self._width, self._steps)
 
     def warm_up(
         self, shapes: Sequence[ChunkShape], page: Sequence[int], alone: Sequence[ChunkShape] = ()
@@ -209,6 +230,8 @@ class Runner:
             for count in self._row_counts:
                 rows = self._padding(count, adapter)
                 self._run_each(rows, None, None, drafts=drafts)
+                if drafts and self._loops_drafts:
+                    self._run_draft_steps([], rows, 0, "greedy")
                 if self._steps > 1 and not drafts:
                     self.programs.run_steps(rows, 0, self._steps, "greedy")
                 totals.add(count * width)
@@ -263,6 +286,7 @@ class Runner:
             self._put_newest(plan.decoded)
         self._drafted = plan.drafts
         self._copy_states(plan.restored)
+        self._catch_up(plan)
         sampled = self._run_steps(plan) if self._loops(plan) else self._run_one(plan)
         self._copy_states(plan.kept)
         sampled.copy_to_host_async()
@@ -298,8 +322,9 @@ class Runner:
         self._stats.programs[kind] += 1
         self._stats.nanoseconds[kind] += self._read_at - began
         self._stats.waiting += self._read_at - asked
-        if plan.shape is None and not plan.drafts:
-            self._step_seconds = (self._step_seconds + 1e-9 * (self._read_at - began) / plan.steps) / 2
+        if plan.shape is None:
+            before = self._step_seconds[plan.drafts]
+            self._step_seconds[plan.drafts] = (before + 1e-9 * (self._read_at - began) / plan.steps) / 2
         if prompt_scores is not None:
             _give_scores(plan, np.asarray(prompt_scores))
         if pooled is not None:
@@ -307,6 +332,8 @@ class Runner:
                 if row.request.pools:
                     row.request.add_states(row.start, states)
         loops = self._loops(plan)
+        if loops and plan.drafts:
+            return plan, ((row, new, None) for row, new in self._read_draft_steps(plan, tokens))
         read = self._read_steps if loops else self._read_one
         if tokens.ndim == (2 if loops else 1):
             return plan, ((row, new, None) for row, new, _ in read(plan, tokens))
@@ -316,10 +343,18 @@ class Runner:
         """Dispatch copies of rows of the caches of fixed size, each (from, to)."""
         self.programs.copy_states(copies)
 
+    def _catch_up(self, plan: StepPlan) -> None:
+        """Dispatch what a draft model has to run before it guesses, see `StepPlan.behind`: here nothing."""
+
     def _loops(self, plan: StepPlan) -> bool:
-        """Return True if a plan runs as the program of several decode steps, which may also run a single one."""
-        if plan.drafts or plan.shape is not None or self._steps == 1:
+        """Return True if a plan runs as a program of several decode steps, which may also run a single one.
+
+        A single step with drafts does not.
+        """
+        if plan.shape is not None or self._steps == 1:
             return False
+        if plan.drafts:
+            return plan.steps > 1
         return not any(row.request.single_steps for row in plan.decoded)
 
     def _width_of(self, drafts: bool) -> int:
@@ -332,9 +367,18 @@ class Runner:
             return 0 if plan.alone else self._slots
         return next(count for count in self._row_counts if count >= len(plan.decoded))
 
-    def _run_steps(self, plan: StepPlan) -> Int[Array, "steps rows"]:
+    def _run_steps(self, plan: StepPlan) -> Int[Array, "steps rows ..."]:
         rows = self.programs.table.describe(plan.decoded, self._row_count(plan))
-        return self.programs.run_steps(rows, plan.steps, self._steps, choose_mode(plan.decoded))
+        mode = choose_mode(plan.decoded)
+        if plan.drafts:
+            return self._run_draft_steps(plan.decoded, rows, plan.steps, mode)
+        return self.programs.run_steps(rows, plan.steps, self._steps, mode)
+
+    def _run_draft_steps(
+        self, decoded: Sequence[Row], rows: Int[np.ndarray, "R columns"], steps: int, mode: Mode
+    ) -> Int[Array, "steps R found"]:
+        """Dispatch a program of several steps with drafts; `rows` are the descriptions of `decoded`, and padding."""
+        return self._ngrams.run(decoded, rows, steps, mode)
 
     def _run_one(self, plan: StepPlan) -> Int[Array, " samples"]:
         return self._run(plan, self._arguments(plan))
@@ -402,12 +446,28 @@ class Runner:
         for place, (row, tokens) in enumerate(zip(plan.decoded, sampled.T.tolist(), strict=False)):
             yield row, tokens[: row.count], (slice(row.count), place)
 
+    def _read_draft_steps(
+        self, plan: StepPlan, found: Int[np.ndarray, "steps rows found"]
+    ) -> Iterator[tuple[Row, list[int]]]:
+        """Yield the tokens that several steps with drafts gave each row, from the results of `DraftLoop.run`."""
+        for place, row in enumerate(plan.decoded):
+            steps = found[: plan.steps, place].tolist()
+            new = [token for *tokens, given, _ in steps for token in tokens[:given]]
+            self._count_drafts(sum(guessed for *_, guessed in steps), sum(max(0, given - 1) for *_, given, _ in steps))
+            yield row, new
+
+    def _count_drafts(self, guessed: int, accepted: int) -> None:
+        """Add a row's tokens that were guessed, and those of them that were right, to the statistics."""
+        self._stats.draft_tokens += guessed
+        self._stats.accepted_tokens += accepted
+
     def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " samples"]) -> Iterator[_Read]:
         tokens = sampled.tolist()
         width = self._width_of(plan.drafts)
         for place, row in enumerate(plan.decoded, 1):
             first = place * width - row.count
             accepted = accept(row.drafts, tokens[first : place * width])
+            self._count_drafts(len(row.drafts), len(accepted) - 1)
             yield row, accepted, slice(first, first + len(accepted))
         first = len(tokens) - (0 if plan.shape is None else plan.shape.rows)
         for place, row in enumerate(plan.chunks, first):
@@ -488,12 +548,18 @@ class DraftRunner(Runner):
             if chunks is not None:
                 self._draft.fill(self.programs.table.describe([], len(rows)), chunks, tokens)
             return sampled
-        for behind, shape in plan.behind:
-            self._draft.catch_up(self.programs.table.describe(behind, shape.rows), pad_chunks(behind, shape))
-        newest = np.zeros(len(rows), np.int32)
-        newest[: len(plan.decoded)] = [row.request.tokens[-1] for row in plan.decoded]
+        newest = newest_tokens(plan.decoded, len(rows))
         recent = self._recent(plan.decoded, len(rows))
         return self._draft.run(rows, newest, chunks, tokens, mode, mask, recent, extended=_is_extended(plan))
+
+    def _run_draft_steps(
+        self, decoded: Sequence[Row], rows: Int[np.ndarray, "R columns"], steps: int, mode: Mode
+    ) -> Int[Array, "steps R found"]:
+        return self._draft.run_steps(rows, newest_tokens(decoded, len(rows)), steps, mode)
+
+    def _catch_up(self, plan: StepPlan) -> None:
+        for behind, shape in plan.behind:
+            self._draft.catch_up(self.programs.table.describe(behind, shape.rows), pad_chunks(behind, shape))
 
     def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         self._draft.copy_states(copies)
@@ -508,6 +574,7 @@ class DraftRunner(Runner):
         accepted = sampled[-count:].tolist()
         for place, (row, kept) in enumerate(zip(plan.decoded, accepted, strict=False), 1):
             first = place * width - row.count
+            self._count_drafts(len(row.drafts), kept)
             yield row, tokens[first : first + kept + 1], slice(first, first + kept + 1)
         for place, row in enumerate(plan.chunks, count * width):
             if row.index is not None:

@@ -34,10 +34,11 @@ class Row:
 
     Attributes:
       start, count: the tokens have the positions from `start` to `start + count - 1`. One step computes all of them;
-        only a decoded row without drafts has one token in each of `count` steps.
+        but a decoded row without drafts has one token in each of `count` steps, and in a plan of several steps with
+        drafts `count` is the largest number of tokens that they can give it.
       index: number in the answer of the token that is sampled after them; None: none is.
-      drafts: guesses of the tokens after the newest one, which are among the `count` tokens; -1 for each that a draft
-        model makes on the device.
+      drafts: guesses of the tokens after the newest one, which are among the `count` tokens; -1 for each that is made
+        on the device.
       again: number of tokens, the newest included, that the step runs again where the caches do not have them exactly.
     """
 
@@ -49,7 +50,7 @@ class Row:
     again: int = 1
 
     def set_accepted(self, accepted: int) -> None:
-        """Record that a step accepted the first `accepted` tokens of this row and rejected the other drafts."""
+        """Record that the steps of a plan accepted `accepted` tokens of this row, and rejected the other drafts."""
         if self.drafts and self.index is not None:
             self.request.filled = self.start + accepted
             self.request.sampled = self.index + accepted
@@ -63,7 +64,7 @@ class StepPlan:
       decoded: decode rows.
       chunks: prompt-chunk rows.
       shape: shape that the chunks are padded to; None without chunks.
-      steps: number of decode steps; 1 with chunks or drafts.
+      steps: number of decode steps; 1 with chunks.
       drafts: the step runs as one with drafts, though a row may have none.
       behind: chunks of tokens that a draft model runs before it guesses, with their shapes, see `DraftLag`.
       alone: the chunks run in a program without decoded rows, see `widest_shapes`.
@@ -109,7 +110,8 @@ class Scheduler:
         position of the chunks in the context, from 0 (start) to 1 (end). May be replaced at any time.
       approximate: what the caches have of accepted drafts is approximate, or missing, until the next step with drafts.
       catches_up: a draft model can run tokens that it lacks; otherwise their requests get no more drafts.
-      decode_steps: largest number of steps of a plan without prompt chunks; may be changed at any time.
+      decode_steps, draft_steps: largest number of steps of a plan without prompt chunks, without drafts and with them;
+        may be changed at any time.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Scheduler:
         self.shapes = shapes
         self.shapes_beside: Callable[[float], tuple[ChunkShape, ...]] = lambda depth: self.shapes
         self.decode_steps = 1
+        self.draft_steps = 1
         self.draft_tokens = draft_tokens
         self.choice = choice
         self._drafting = False
@@ -199,9 +202,8 @@ class Scheduler:
             self._admit()
         pending = [request for request in self.running if request.filled < request.target]
         chunks, shape = self._chunk_prompts(pending)
-        if not chunks:
-            self._add_steps(decoded)
-        return self._make_plan(decoded, chunks, shape) if decoded or chunks else None
+        steps = 1 if chunks else self._add_steps(decoded)
+        return self._make_plan(decoded, chunks, shape, steps) if decoded or chunks else None
 
     def register_pages(self, request: Request) -> None:
         """Add the full KV-cache pages of a request to the prefix cache, so that others can share them."""
@@ -246,17 +248,33 @@ class Scheduler:
         drafts = request.draft_by_ngram(count)
         return drafts if self._take_pages(request, request.filled + 1 + len(drafts)) else ()
 
-    def _add_steps(self, decoded: Sequence[Row]) -> None:
-        """Let a decode-only step generate several tokens per row, as far as limits and pages allow."""
-        if self._drafting or any(row.request.single_steps for row in decoded):
-            return
-        steps = self.decode_steps
+    def _add_steps(self, decoded: Sequence[Row]) -> int:
+        """Let a decode-only plan have several steps, as far as limits and pages allow; return their number."""
+        steps = self.draft_steps if self._drafting else self.decode_steps
+        if steps == 1 or any(row.request.single_steps for row in decoded):
+            return 1
         if self.waiting and decoded:  # for slots or pages, which the end of an answer frees
             steps = min(steps, max(steps // 4, min(self._room(row.request) for row in decoded)))
+        if self._drafting:
+            return self._add_draft_steps(decoded, steps)
         for row in decoded:
             row.count = min(steps, self._room(row.request))
             if not self._take_pages(row.request, row.start + row.count):
                 row.count = min(row.count, len(row.request.pages) * self.pool.page_size - row.start)
+        return max((row.count for row in decoded), default=1)
+
+    def _add_draft_steps(self, decoded: Sequence[Row], steps: int) -> int:
+        """Let a plan have up to `steps` steps with drafts, all of which have pages for every draft; return how many."""
+        width = 1 + self.draft_tokens
+        for row in decoded:
+            if not self._take_pages(row.request, row.start + min(steps * width, self._room(row.request))):
+                steps = (len(row.request.pages) * self.pool.page_size - row.start) // width
+        if steps < 2:
+            return 1
+        for row in decoded:
+            row.count = min(steps * width, self._room(row.request))
+            row.drafts = (-1,) * (row.count - 1)
+        return steps
 
     def _take_pages(self, request: Request, tokens: int) -> bool:
         """Allocate pages so that a request can hold `tokens` tokens; return False if too few are free."""
@@ -399,8 +417,8 @@ class Scheduler:
         for row in chunks:
             lag.advance(row.request, row.start, row.start + row.count, drafted=True)
 
-    def _make_plan(self, decoded: list[Row], chunks: list[Row], shape: ChunkShape | None) -> StepPlan:
-        """Build the plan of a step from its rows, and advance their requests to the state after the step."""
+    def _make_plan(self, decoded: list[Row], chunks: list[Row], shape: ChunkShape | None, steps: int) -> StepPlan:
+        """Build the plan of steps from its rows, and advance their requests to the state after the step."""
         behind = [] if self._lag is None else [*self._catch_up(decoded, self._lag)]
         if self._lag is not None:
             self._advance_lag(decoded, chunks, self._lag)
@@ -415,7 +433,6 @@ class Scheduler:
             row.request.sampled += row.index is not None
             self.register_pages(row.request)
             kept += self._keep_states(row.request)
-        steps = max((row.count - len(row.drafts) for row in decoded), default=1)
         restored = self._restored
         self._restored = []
         alone = not decoded and not self._drafting and shape in self.shapes_alone

@@ -123,7 +123,8 @@ class Programs:
         self.allocate()
         with jax.set_mesh(model.rules.mesh):
             self._last = jax.device_put(jnp.zeros(room.slots, jnp.int32), whole)
-        layout = jax.tree.map(lambda x: x.sharding, self._pages)
+        layout = self.page_layout = jax.tree.map(lambda x: x.sharding, self._pages)
+        """Shardings of the cache."""
         self._copy = self.compiler.jit(
             partial(copy_row, row_axes(self._cache_shapes, room)),
             donate_argnames="pages",
@@ -153,13 +154,36 @@ class Programs:
         )
 
     def _make_advance(self, shardings: tuple[Any, ...], variant: StepVariant) -> Callable[..., Any]:
-        return self.compiler.jit(
+        return self.jit_loop(
             partial(self._decode_steps, variant=variant),
+            variant,
             static_argnames=("most", "steps", "mode") if self.constant_steps else "most",
             donate_argnames="pages",
             out_shardings=shardings,
-            compiler_options=_compiler_options(self.model, variant, loops=not self.constant_steps),
         )
+
+    def jit_loop(self, function: Callable[..., Any], variant: StepVariant, **options: Any) -> Callable[..., Any]:
+        """Return the compiled form of a function of several steps.
+
+        Args:
+          function: runs a number of steps that is one of its arguments, unless `constant_steps` is set.
+          variant: of its steps.
+          options: of `jax.jit`.
+        """
+        xla_options = _compiler_options(self.model, variant, loops=not self.constant_steps)
+        return self.compiler.jit(function, compiler_options=xla_options, **options)
+
+    def run_on_pages(self, program: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Dispatch a compiled program that updates the cache; return its other results.
+
+        Args:
+          program: takes `params` and `non_params` of the model, `args`, `named` and `pages`, the cache, which is
+            donated; returns two results and the new cache.
+        """
+        model = self.model
+        with jax.set_mesh(model.rules.mesh):
+            first, second, self._pages = program(model.params, model.non_params, *args, pages=self._pages, **named)
+        return first, second
 
     @functools.cached_property
     def _make_cache(self) -> Callable[[Params, Params], Pages]:
@@ -303,16 +327,16 @@ class Programs:
           most: upper limit of `steps`, for which the program is compiled.
           mode: how tokens are sampled.
         """
-        model = self.model
         options: dict[str, Any] = {"steps": np.int32(steps), "mode": np.int32(get_args(Mode).index(mode))}
         if self.constant_steps:
             options = {"steps": most, "mode": mode}
-        variant = StepVariant(self._halves(len(rows)), self._is_adapted(rows), _size(len(rows)))
-        with jax.set_mesh(model.rules.mesh):
-            tokens, self._last, self._pages = self._advance(variant)(
-                model.params, model.non_params, self._last, rows, pages=self._pages, most=most, **options
-            )
+        program = self._advance(self.loop_variant(rows, len(rows)))
+        tokens, self._last = self.run_on_pages(program, self._last, rows, most=most, **options)
         return tokens
+
+    def loop_variant(self, rows: Int[np.ndarray, "R columns"], tokens: int) -> StepVariant:
+        """Return the variant of a program of several steps, each of which computes so many tokens of these rows."""
+        return StepVariant(self._halves(tokens), self._is_adapted(rows), _size(tokens))
 
     def _halves(self, tokens: int) -> bool:
         """Return True if a step of so many tokens runs on two halves of them."""
@@ -322,7 +346,7 @@ class Programs:
         """Return True if one of the rows is computed with an adapter."""
         return self.adapts and bool(rows[:, Column.ADAPTER].any())
 
-    def _merge_for(self, params: Params, non_params: Params, *, adapted: bool) -> Any:
+    def merge_for(self, params: Params, non_params: Params, *, adapted: bool) -> Any:
         """Return the model with its parameters, but without places for adapters unless `adapted`. Traceable."""
         model = self.merge(params, non_params)
         return model if adapted or not self.adapts else without_adapters(model)
@@ -395,7 +419,7 @@ class Programs:
         if chunks is not None:
             groups.append(chunks)
         with logical_axis_rules(self.model.rules, self.model.layout):
-            model = self._merge_for(params, non_params, adapted=variant.adapted)
+            model = self.merge_for(params, non_params, adapted=variant.adapted)
             hidden, pages = run_rows(model, groups, pages, halves=variant.halves, drafts=None if recent is None else 1)
             if recent is not None:
                 again, drafts, *others = hidden
@@ -501,7 +525,7 @@ class Programs:
 
         def advance(step: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
             newest, sampled, pages = carry
-            model = self._merge_for(params, non_params, adapted=variant.adapted)
+            model = self.merge_for(params, non_params, adapted=variant.adapted)
             now = rows_at_step(rows, step)
             logits, pages = decode_rows(model, now, newest[:, None], pages, halves=variant.halves)
             settings = now[:, : Column.PAGES]

@@ -239,7 +239,7 @@ def test_drafts_that_never_hit_are_switched_off_and_those_that_do_stay(right, mo
         return tuple(known if right else [(token + 1) % 200 for token in known])
 
     monkeypatch.setattr(Request, "draft_by_ngram", guess)
-    config = EngineConfig(slots=1, page_size=4, chunk=16, draft_tokens=3)
+    config = EngineConfig(slots=1, page_size=4, chunk=16, draft_tokens=3, decode_steps=1)  # the host guesses
     with Engine(decoder, config, warm_up=False) as engine:
         machine_of(engine, {False: 0.001, True: 0.003})
         stats = engine.stats

@@ -75,6 +75,7 @@ def test_greedy_tokens_are_the_same_and_those_of_an_equal_draft_model_are_accept
             assert engine.submit(prompt, 14, GREEDY).result() == whole
             assert engine.pool.used == 0
             assert engine.stats.draft_tokens >= 6 and engine.state.stats.accepted_tokens <= engine.stats.draft_tokens
+            assert engine.stats.draft_steps > engine.stats.programs["decode"], "some programs had several steps"
             if draft is model:
                 assert engine.stats.accepted_tokens == engine.stats.draft_tokens
 

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from jaxstack.decoding import engine as engine_module
+from jaxstack.decoding import runner as runner_module
 from jaxstack.decoding import schedule as schedule_module
 from jaxstack.decoding.engine import Engine
-from jaxstack.decoding.ngram_draft import accept
+from jaxstack.decoding.ngram_draft import NGramDrafter, accept
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.rows import Column, RowTable
 from jaxstack.decoding.step import Programs
@@ -128,9 +129,10 @@ class SimulatedDraft:
 
     catches_up = True
 
-    def __init__(self, target, model, width, together):
+    def __init__(self, target, model, width, together, most):
         self.target = target
         self.width = width
+        self.most = most
         self.approximate = together > 1
         self.memory = np.full_like(target.memory, 251)
         self.copy_states = target.copy_states
@@ -156,6 +158,17 @@ class SimulatedDraft:
             kept.append(len(accept(line[start + 1 :].tolist(), found[start:].tolist())) - 1)
         return np.concatenate([sampled, kept]).view(Sampled)
 
+    def run_steps(self, rows, newest, steps, mode):
+        def step(now, newest, texts):
+            found = self.run(now, newest, None, None, mode)
+            samples = found[: len(now) * self.width].reshape(len(now), self.width).tolist()
+            firsts = self.width - now[:, Column.COUNT]
+            kept = found[len(now) * self.width :]
+            return [line[first : first + count + 1] for line, first, count in zip(samples, firsts, kept, strict=True)]
+
+        texts = [[token] for token in newest.tolist()]
+        return steps_with_drafts(step, rows, texts, steps, self.most, self.width)
+
     def _run_exactly(self, rows, newest, recent):
         """Before it guesses, the draft model has run all earlier tokens exactly, if layers run together just now."""
         for number, row in enumerate(rows):
@@ -177,6 +190,53 @@ class SimulatedDraft:
 
     def catch_up(self, chunks, tokens):
         self.fill(None, chunks, tokens)
+
+
+def steps_with_drafts(step, rows, texts, steps, most, width):
+    """What a program of several steps gives, whose `step` takes rows, newest tokens and texts and returns new tokens."""
+    assert steps <= most
+    found = np.full((most, len(rows), width + 2), 250)
+    given = np.zeros(len(rows), int)
+    for number in range(steps):
+        now = rows.copy()
+        now[:, Column.START] += given
+        now[:, Column.COUNT] = np.minimum(rows[:, Column.COUNT] - given, width)
+        taken = step(now, np.array([text[-1] if text else 0 for text in texts]), texts)
+        for place, (text, new) in enumerate(zip(texts, taken, strict=True)):
+            count = now[place, Column.COUNT]
+            new = new if count else []
+            found[number, place, : len(new)] = new
+            found[number, place, width:] = len(new), max(0, count - 1)
+            given[place] += len(new)
+            text += new
+    return found.view(Sampled)
+
+
+class SimulatedNGrams:
+    """Drafts from earlier text within a program of several steps."""
+
+    def __init__(self, target, width, most):
+        self.target = target
+        self.width = width
+        self.most = most
+
+    def run(self, rows, described, steps, mode):
+        def step(now, newest, texts):
+            drafted = np.zeros((len(now), self.width), int)
+            for line, row, text in zip(drafted, now, texts, strict=True):
+                if row[Column.COUNT]:
+                    guessed = NGramDrafter(text).guess(row[Column.COUNT] - 1)
+                    row[Column.COUNT] = 1 + len(guessed)
+                    line[-1 - len(guessed) :] = (text[-1], *guessed)
+            samples = self.target.run(now, None, None, mode, None, drafted).reshape(drafted.shape)
+            firsts = self.width - now[:, Column.COUNT]
+            return [
+                accept(line[first + 1 :].tolist(), own[first:].tolist())
+                for line, own, first in zip(drafted, samples, firsts, strict=True)
+            ]
+
+        texts = [[*row.request.tokens] for row in rows] + [[] for _ in described[len(rows) :]]
+        return steps_with_drafts(step, described, texts, steps, self.most, self.width)
 
 
 class ScriptedChoice:
@@ -207,6 +267,7 @@ def make_engine(monkeypatch):
     )
     monkeypatch.setattr(engine_module, "Programs", SimulatedPrograms)
     monkeypatch.setattr(engine_module, "DraftPrograms", SimulatedDraft)
+    monkeypatch.setattr(runner_module, "NGramSteps", SimulatedNGrams)
     monkeypatch.setattr(engine_module, "choose_room", choose_room)
     monkeypatch.setattr(schedule_module, "_STATE_TOKENS", 1)
 
