@@ -73,7 +73,7 @@ class NGramSteps:
             newest = known[-longest:]
             tokens[number, : len(newest)] = newest
             counts[number] = len(newest)
-        return NGramText(jnp.asarray(tokens), jnp.asarray(counts))
+        return NGramText(*jax.device_put((tokens, counts)))
 
     def _know(self, request: Request) -> Int[np.ndarray, " L"]:
         """Return the text of a request as an array, of which only new tokens are copied."""
