@@ -52,11 +52,11 @@ def test_the_device_guesses_what_the_host_does(texts):
 
 
 def test_steps_of_one_program_guess_and_verify_on_the_device():
-    """Each answer is that without drafts: greedy and sampled, with its own limit, beside others, and at a stop token."""
+    """Each answer is that without drafts: greedy and sampled, with its own limit, beside others, at a stop token."""
     model = open_tiny()
     config = EngineConfig(slots=4, page_size=4, chunk=16, context=90, draft_tokens=3, drafts="always", decode_steps=6)
     counts = (33, 17, 24, 2)
-    asked = [(prompt, *rest) for prompt, *rest in zip(prompts([9, 4, 20, 13]), counts, SAMPLINGS[:4], range(4))]
+    asked = [*zip(prompts([9, 4, 20, 13]), counts, SAMPLINGS[:4], range(4), strict=True)]
     with Engine(model, config, warm_up=False) as engine:
         with engine.together():
             handles = [engine.submit(p, count, sampling, seed=seed) for p, count, sampling, seed in asked]

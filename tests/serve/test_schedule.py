@@ -193,7 +193,7 @@ class SimulatedDraft:
 
 
 def steps_with_drafts(step, rows, texts, steps, most, width):
-    """What a program of several steps gives, whose `step` takes rows, newest tokens and texts and returns new tokens."""
+    """What a program of several steps gives; `step` takes rows, newest tokens and texts, and returns new tokens."""
     assert steps <= most
     found = np.full((most, len(rows), width + 2), 250)
     given = np.zeros(len(rows), int)
