@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxstack.decoding.cache_room import copy_row, make_cache, row_axes
 from jaxstack.decoding.decode import ModelOnMesh
-from jaxstack.decoding.draft_steps import DraftLoop, Drafts, count_accepted
+from jaxstack.decoding.draft_steps import DraftLoop, Drafts, NewestTokens, count_accepted
 from jaxstack.decoding.logit_changes import LogitChanges, change_logits, count_tokens
 from jaxstack.decoding.rows import (
     Column,
@@ -143,25 +143,24 @@ class DraftPrograms:
             return found
 
     def run_steps(
-        self, rows: Int[np.ndarray, "R columns"], newest: Int[np.ndarray, " R"], steps: int, mode: Mode
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        newest: Int[np.ndarray, " R"],
+        recent: RecentTokens | None,
+        steps: int,
+        mode: Mode,
     ) -> Int[Array, "most R found"]:
-        """Dispatch several steps as one program, unless the cache is `approximate`; see `DraftLoop.run`."""
+        """Dispatch several steps as one program, see `DraftLoop.run`."""
         params = self.model.params, self.model.non_params
-        found, self._pages = self._loop.run(rows, newest, params, self._pages, steps=steps, mode=mode)
+        found, self._pages = self._loop.run(rows, newest, recent, params, self._pages, steps=steps, mode=mode)
         return found
 
-    def guess(
-        self,
-        params: PyTree,
-        rows: Int[Array, "R columns"],
-        newest: Int[Array, " R"],
-        mode: Int[Array, ""],
-        state: Pages,
-    ) -> tuple[Drafts, Pages]:
+    def guess(self, params: PyTree, rows: NewestTokens, mode: Int[Array, ""], state: Pages) -> tuple[Drafts, Pages]:
         """Return the draft model's tokens after each newest one, and its pages; see `Drafter`."""
         weights, rest = params
-        tokens, logits, pages = self._propose(weights, rest, rows, newest, None, mode, state)
-        return Drafts(tokens, rows[:, Column.COUNT], logits), pages
+        recent = rows.recent if self.approximate else None
+        tokens, logits, pages = self._propose(weights, rest, rows.rows, rows.newest, recent, mode, state)
+        return Drafts(tokens, rows.rows[:, Column.COUNT], logits), pages
 
     def verify(
         self, logits: Float[Array, "R D V"], drafts: Drafts, sampling: RowSampling, mode: Mode
@@ -170,8 +169,15 @@ class DraftPrograms:
         assert drafts.logits is not None
         return accept_drafts(logits, drafts.logits, drafts.tokens, drafts.counts, sampling, mode)
 
-    def extend(self, state: Pages, tokens: Int[Array, "R D"], given: Int[Array, " R"]) -> Pages:
-        """Return the pages, which have the accepted drafts already."""
+    def extend(
+        self,
+        state: Pages,
+        rows: Int[Array, "R columns"],
+        hidden: Float[Array, "R D M"],
+        tokens: Int[Array, "R D"],
+        given: Int[Array, " R"],
+    ) -> Pages:
+        """Return the pages, which have the accepted drafts already; see `Drafter`."""
         return state
 
     def fill(

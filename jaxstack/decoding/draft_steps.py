@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxstack.decoding.rows import Column, Pages, run_rows, sampled_logits, sampling_of
+from jaxstack.decoding.rows import Column, Pages, RecentTokens, run_drafted, sampled_logits, sampling_of
 from jaxstack.decoding.sampling import Mode, RowSampling
 from jaxstack.decoding.step import Programs, StepVariant, limit_vocabulary
 from jaxstack.parallel.sharding_context import logical_axis_rules
@@ -34,21 +34,27 @@ class Drafts(NamedTuple):
     """Logits that each draft was sampled from, at the token before it; None: drafts are no samples."""
 
 
+class NewestTokens(NamedTuple):
+    """Rows of a step before their drafts are guessed."""
+
+    rows: Int[Array, "R columns"]
+    newest: Int[Array, " R"]
+    recent: RecentTokens | None
+    """Tokens that the last step gave each row, which a model runs again; None: no model does."""
+
+
 class Drafter(Protocol):
     """What guesses tokens within a program of several steps. Its state is part of the program's arguments and results.
 
     All methods are traceable.
     """
 
-    def guess(
-        self, params: PyTree, rows: Int[Array, "R columns"], newest: Int[Array, " R"], mode: Int[Array, ""], state: Any
-    ) -> tuple[Drafts, Any]:
+    def guess(self, params: PyTree, rows: NewestTokens, mode: Int[Array, ""], state: Any) -> tuple[Drafts, Any]:
         """Return drafts of each row, at most COUNT tokens with the newest one, and the state after guessing.
 
         Args:
           params: what it computes with, which no step changes.
-          rows: descriptions of the rows, which start at the newest token.
-          newest: newest token of each row.
+          rows: the rows, which start at their newest token.
           mode: number of the way of sampling among `Mode`.
           state: from the step before.
         """
@@ -60,8 +66,22 @@ class Drafter(Protocol):
         """Return the next token after each token, and each row's number of accepted drafts; see `accept_drafts`."""
         ...
 
-    def extend(self, state: Any, tokens: Int[Array, "R D"], given: Int[Array, " R"]) -> Any:
-        """Return the state after each row got the first `given` of these tokens."""
+    def extend(
+        self,
+        state: Any,
+        rows: Int[Array, "R columns"],
+        hidden: Float[Array, "R D M"],
+        tokens: Int[Array, "R D"],
+        given: Int[Array, " R"],
+    ) -> Any:
+        """Return the state after each row got the first `given` of these tokens.
+
+        Args:
+          state: after guessing.
+          rows: descriptions of the rows; COUNT is that of the drafts and the token before them.
+          hidden: final hidden states of the served model, of these COUNT tokens at each row's end.
+          tokens, given: tokens of each row, and how many of them are its own.
+        """
         ...
 
 
@@ -96,6 +116,7 @@ class DraftLoop:
         self,
         rows: Int[np.ndarray, "R columns"],
         newest: Int[np.ndarray, " R"],
+        recent: RecentTokens | None,
         params: PyTree,
         state: PyTree,
         *,
@@ -107,6 +128,7 @@ class DraftLoop:
         Args:
           rows: from `RowTable.describe`; COUNT is the largest number of tokens that all steps give a row.
           newest: newest token of each row.
+          recent: tokens of each row that a model runs again, the newest included; None: no model does.
           params, state: of the drafter.
           steps: number of steps.
           mode: how tokens are sampled.
@@ -114,12 +136,12 @@ class DraftLoop:
         Returns:
           For each step and row: D tokens, how many of them are the row's, the first ones, and how many were guessed.
         """
-        variant = self._target.loop_variant(rows, len(rows) * self._width)
+        replayed = recent if self._target.replays else None
+        variant = self._target.loop_variant(rows, len(rows) * self._width, replayed)
         return self._target.run_on_pages(
             self._program(variant),
             params,
-            rows,
-            newest,
+            (rows, newest, recent),
             state=state,
             steps=np.int32(steps),
             mode=np.int32(get_args(Mode).index(mode)),
@@ -130,8 +152,7 @@ class DraftLoop:
         target_params: PyTree,
         target_rest: PyTree,
         params: PyTree,
-        rows: Int[Array, "R columns"],
-        newest: Int[Array, " R"],
+        first: tuple[Int[Array, "R columns"], Int[Array, " R"], RecentTokens | None],
         *,
         pages: Pages,
         state: PyTree,
@@ -143,31 +164,36 @@ class DraftLoop:
         target = self._target
         target.compiled += 1
         width = self._width
+        rows, *before = first
 
         def advance(step: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            newest, before, found, pages, state = carry
+            newest, recent, before, found, pages, state = carry
             now = rows.at[:, Column.START].add(before).at[:, Column.INDEX].add(before)
             now = now.at[:, Column.COUNT].set(jnp.minimum(rows[:, Column.COUNT] - before, width))
-            drafts, state = self._drafter.guess(params, now, newest, mode, state)
+            runs = now[:, Column.COUNT] > 0
+            recent = None if recent is None else recent._replace(counts=jnp.where(runs, recent.counts, 0))
+            drafts, state = self._drafter.guess(params, NewestTokens(now, newest, recent), mode, state)
             now = now.at[:, Column.COUNT].set(drafts.counts)
             model = target.merge_for(target_params, target_rest, adapted=variant.adapted)
-            hidden, pages = run_rows(model, [(now, drafts.tokens)], pages, halves=variant.halves)
+            again = recent if target.replays else None
+            hidden, pages = run_drafted(model, now, drafts.tokens, again, None, pages, halves=variant.halves)
             logits = limit_vocabulary(sampled_logits(model, hidden), target.vocab_size)
             logits = logits.reshape(*drafts.tokens.shape, -1)
             ways = [partial(self._drafter.verify, mode=name) for name in get_args(Mode)]
             samples, accepted = jax.lax.switch(mode, ways, logits, drafts, sampling_of(now))
-            runs = drafts.counts > 0
             given = jnp.where(runs, accepted + 1, 0)
             tokens = _move_to_start(samples, drafts.counts)
             newest = jnp.where(runs, jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0], newest)
+            recent = None if recent is None else RecentTokens(move_to_end(tokens, given), given)
             guessed = jnp.maximum(drafts.counts - 1, 0)
             found = found.at[step].set(jnp.column_stack([tokens, given, guessed]))
-            return newest, before + given, found, pages, self._drafter.extend(state, tokens, given)
+            state = self._drafter.extend(state, now, hidden[0], tokens, given)
+            return newest, recent, before + given, found, pages, state
 
         with logical_axis_rules(target.model.rules, target.model.layout):
             found = jnp.zeros((self._most, len(rows), width + 2), jnp.int32)
-            carry = newest, jnp.zeros(len(rows), jnp.int32), found, pages, state
-            _, _, found, pages, state = jax.lax.fori_loop(0, steps, advance, carry)
+            carry = *before, jnp.zeros(len(rows), jnp.int32), found, pages, state
+            *_, found, pages, state = jax.lax.fori_loop(0, steps, advance, carry)
         return found, state, pages
 
 
@@ -189,3 +215,9 @@ def _move_to_start(tokens: Int[Array, "R D"], counts: Int[Array, " R"]) -> Int[A
     """Move the last `counts` tokens of each row to its start."""
     places = jnp.arange(tokens.shape[1]) + (tokens.shape[1] - counts[:, None])
     return jnp.take_along_axis(tokens, jnp.minimum(places, tokens.shape[1] - 1), axis=1)
+
+
+def move_to_end(tokens: Int[Array, "R D"], counts: Int[Array, " R"]) -> Int[Array, "R D"]:
+    """Move the first `counts` tokens of each row to its end."""
+    places = jnp.arange(tokens.shape[1]) - (tokens.shape[1] - counts[:, None])
+    return jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1)

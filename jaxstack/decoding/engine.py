@@ -152,7 +152,7 @@ class Engine:
             config = self.config
             drafts = DraftPrograms(self.programs, draft, width, config.draft_layers_together, config.decode_steps)
         elif predicts:
-            drafts = PredictionPrograms(self.programs, width)
+            drafts = PredictionPrograms(self.programs, width, self.config.decode_steps)
         else:
             return Runner(self.programs, self.config, self.stats, steps.decode, kinds)
         self.scheduler.approximate |= drafts.approximate

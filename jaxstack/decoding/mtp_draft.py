@@ -47,11 +47,12 @@ class PredictionPrograms(DraftPrograms):
     Args:
       target: programs of the model, which has layers for multi-token prediction.
       width: D.
+      most: largest number of steps of a program.
     """
 
-    def __init__(self, target: Programs, width: int):
+    def __init__(self, target: Programs, width: int, most: int):
         target.keeps_states = True
-        super().__init__(target, target.model, width)
+        super().__init__(target, target.model, width, most=most)
 
     @property
     def approximate(self) -> bool:
@@ -82,6 +83,17 @@ class PredictionPrograms(DraftPrograms):
         with jax.set_mesh(self.model.rules.mesh):
             self.target.forward(rows, chunks, tokens, None)
         self.fill(rows, chunks, tokens)
+
+    def extend(
+        self,
+        state: DraftState,
+        rows: Int[Array, "R columns"],
+        hidden: Float[Array, "R D M"],
+        tokens: Int[Array, "R D"],
+        given: Int[Array, " R"],
+    ) -> DraftState:
+        """Keep the hidden states of the newest token and its drafts; see `Drafter`."""
+        return _keep(state, rows, hidden, rows[:, Column.COUNT])
 
     def _make_pages(self, params: PyTree, non_params: PyTree, room: CacheRoom) -> Pages:
         slots = room.slots

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxstack.decoding.draft_steps import DraftLoop, Drafts, count_accepted
+from jaxstack.decoding.draft_steps import DraftLoop, Drafts, NewestTokens, count_accepted, move_to_end
 from jaxstack.decoding.ngram_draft import LENGTHS
 from jaxstack.decoding.requests import Request
-from jaxstack.decoding.rows import Column, newest_tokens
+from jaxstack.decoding.rows import Column, RecentTokens, newest_tokens
 from jaxstack.decoding.sampling import Mode, RowSampling, sample_rows
 from jaxstack.decoding.schedule import Row
 from jaxstack.decoding.step import Programs
@@ -51,17 +51,24 @@ class NGramSteps:
         whole = target.model.rules.sharding(jax.P())
         self._loop = DraftLoop(target, self, width=width, most=most, layout=whole)
 
-    def run(self, rows: Sequence[Row], described: Int[np.ndarray, "R columns"], steps: int, mode: Mode) -> Array:
+    def run(
+        self,
+        rows: Sequence[Row],
+        described: Int[np.ndarray, "R columns"],
+        recent: RecentTokens | None,
+        steps: int,
+        mode: Mode,
+    ) -> Int[Array, "most R found"]:
         """Dispatch a program of steps; return what they found, as `DraftLoop.run` does.
 
         Args:
           rows: the decoded rows.
           described: from `RowTable.describe`, of these and padding.
-          steps, mode: as in `DraftLoop.run`.
+          recent, steps, mode: as in `DraftLoop.run`.
         """
         text = self._text_of(rows, len(described))
         newest = newest_tokens(rows, len(described))
-        return self._loop.run(described, newest, (), text, steps=steps, mode=mode)[0]
+        return self._loop.run(described, newest, recent, (), text, steps=steps, mode=mode)[0]
 
     def _text_of(self, rows: Sequence[Row], count: int) -> NGramText:
         """Return the newest tokens of each row, with room for those of a program."""
@@ -88,18 +95,13 @@ class NGramSteps:
         return self._texts[slot, : len(request.tokens)]
 
     def guess(
-        self,
-        params: PyTree,
-        rows: Int[Array, "R columns"],
-        newest: Int[Array, " R"],
-        mode: Int[Array, ""],
-        state: NGramText,
+        self, params: PyTree, rows: NewestTokens, mode: Int[Array, ""], state: NGramText
     ) -> tuple[Drafts, NGramText]:
         """Return tokens that followed each text's last n-gram earlier in it; see `Drafter`."""
         guessed, found = guess_by_ngram(state, self._width - 1)
-        counts = jnp.minimum(rows[:, Column.COUNT], 1 + found)
-        line = jnp.concatenate([newest[:, None], guessed], axis=1)
-        return Drafts(_move_to_end(line, counts), counts, None), state
+        counts = jnp.minimum(rows.rows[:, Column.COUNT], 1 + found)
+        line = jnp.concatenate([rows.newest[:, None], guessed], axis=1)
+        return Drafts(move_to_end(line, counts), counts, None), state
 
     def verify(
         self, logits: Float[Array, "R D V"], drafts: Drafts, sampling: RowSampling, mode: Mode
@@ -111,8 +113,15 @@ class NGramSteps:
         samples = sample_rows(logits.reshape(-1, logits.shape[-1]), each, mode).reshape(offset.shape)
         return samples, count_accepted(samples == jnp.roll(drafts.tokens, -1, axis=1), drafts.counts)
 
-    def extend(self, state: NGramText, tokens: Int[Array, "R D"], given: Int[Array, " R"]) -> NGramText:
-        """Append the first `given` of these tokens to each text."""
+    def extend(
+        self,
+        state: NGramText,
+        rows: Int[Array, "R columns"],
+        hidden: Float[Array, "R D M"],
+        tokens: Int[Array, "R D"],
+        given: Int[Array, " R"],
+    ) -> NGramText:
+        """Append the first `given` of these tokens to each text; see `Drafter`."""
         number = jnp.arange(tokens.shape[1])
         places = jnp.where(number < given[:, None], state.counts[:, None] + number, state.tokens.shape[1])
         lines = jnp.arange(len(tokens))[:, None]
@@ -138,9 +147,3 @@ def guess_by_ngram(text: NGramText, count: int) -> tuple[Int[Array, "R count"], 
         place = jnp.where(newest > 0, newest, place)
     guessed = jnp.take_along_axis(tokens, jnp.minimum(place[:, None] + jnp.arange(count), size - 1), axis=1)
     return guessed, jnp.where(place > 0, jnp.minimum(count, known - place), 0)
-
-
-def _move_to_end(tokens: Int[Array, "R D"], counts: Int[Array, " R"]) -> Int[Array, "R D"]:
-    """Move the first `counts` tokens of each row to its end."""
-    places = jnp.arange(tokens.shape[1]) - (tokens.shape[1] - counts[:, None])
-    return jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1)

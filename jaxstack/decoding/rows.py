@@ -38,9 +38,9 @@ _NO_LIMIT = 2**31 - 1
 class RecentTokens(NamedTuple):
     """Newest tokens of each sequence, which are run again: what a cache has of them is approximate, or missing."""
 
-    tokens: Int[np.ndarray, "R D"]
+    tokens: Int[np.ndarray, "R D"] | Int[Array, "R D"]
     """Token ids, aligned to the end of each row."""
-    counts: Int[np.ndarray, " R"]
+    counts: Int[np.ndarray, " R"] | Int[Array, " R"]
     """Number of them per row, the newest included, 0 for a row of padding."""
 
     def group(self, rows: Int[Array, "R columns"]) -> RowTokens:
@@ -229,6 +229,36 @@ def run_rows(
     for found, (parts, axis) in zip(first, splits, strict=True):
         hidden.append(found if len(parts) == 1 else jnp.concatenate([found, next(rest)], axis))
     return hidden, pages
+
+
+def run_drafted(
+    model: Transformer,
+    rows: Int[Array, "R columns"],
+    tokens: Int[Array, "R D"],
+    recent: RecentTokens | None,
+    chunks: RowTokens | None,
+    pages: Pages,
+    *,
+    halves: bool = False,
+) -> tuple[list[Float[Array, "R C D"]], Pages]:
+    """Run the model on rows of a newest token and drafts, and on chunks of prompts, as `run_rows` does.
+
+    Args:
+      tokens: COUNT tokens of each row, at its end.
+      recent: tokens of each row that are not in the model's states, the newest included; None: they have all.
+      halves: as in `run_rows`.
+    """
+    others = [] if chunks is None else [chunks]
+    if recent is None:
+        return run_rows(model, [(rows, tokens), *others], pages, halves=halves)
+    count = rows[:, Column.COUNT]
+    guessed = rows.at[:, Column.START].add(1).at[:, Column.COUNT].set(jnp.maximum(count - 1, 0))
+    groups = [recent.group(rows), (guessed, tokens[:, 1:]), *others]
+    (again, drafts, *rest), pages = run_rows(model, groups, pages, halves=halves, drafts=1)
+    place = tokens.shape[1] - count[:, None, None]
+    columns = jnp.arange(tokens.shape[1])[:, None]
+    hidden = jnp.where(columns == place, again[:, -1:], jnp.pad(drafts, ((0, 0), (1, 0), (0, 0))))
+    return [hidden, *rest], pages
 
 
 def _run_packed(

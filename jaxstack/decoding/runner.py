@@ -166,10 +166,7 @@ class Runner:
 
     @property
     def most_draft_steps(self) -> int:
-        """Maximum number of steps with drafts to run as one program; 1 if the host has to read the tokens of each.
-
-        It has to where the next step runs accepted tokens again.
-        """
+        """Maximum number of steps with drafts to run as one program."""
         return self._most_steps(drafts=True) if self._loops_drafts else 1
 
     def _most_steps(self, *, drafts: bool) -> int:
@@ -178,7 +175,7 @@ class Runner:
     @property
     def _loops_drafts(self) -> bool:
         """True if there are programs of several steps with drafts."""
-        return any(self._kinds) and self._steps > 1 and not (self.programs.constant_steps or self._runs_again)
+        return any(self._kinds) and self._steps > 1 and not self.programs.constant_steps
 
     @functools.cached_property
     def _ngrams(self) -> NGramSteps:
@@ -378,7 +375,7 @@ class Runner:
         self, decoded: Sequence[Row], rows: Int[np.ndarray, "R columns"], steps: int, mode: Mode
     ) -> Int[Array, "steps R found"]:
         """Dispatch a program of several steps with drafts; `rows` are the descriptions of `decoded`, and padding."""
-        return self._ngrams.run(decoded, rows, steps, mode)
+        return self._ngrams.run(decoded, rows, self._recent(decoded, len(rows)), steps, mode)
 
     def _run_one(self, plan: StepPlan) -> Int[Array, " samples"]:
         return self._run(plan, self._arguments(plan))
@@ -453,6 +450,7 @@ class Runner:
         for place, row in enumerate(plan.decoded):
             steps = found[: plan.steps, place].tolist()
             new = [token for *tokens, given, _ in steps for token in tokens[:given]]
+            row.last = next((given for *_, given, _ in reversed(steps) if given), 0)
             self._count_drafts(sum(guessed for *_, guessed in steps), sum(max(0, given - 1) for *_, given, _ in steps))
             yield row, new
 
@@ -555,7 +553,8 @@ class DraftRunner(Runner):
     def _run_draft_steps(
         self, decoded: Sequence[Row], rows: Int[np.ndarray, "R columns"], steps: int, mode: Mode
     ) -> Int[Array, "steps R found"]:
-        return self._draft.run_steps(rows, newest_tokens(decoded, len(rows)), steps, mode)
+        recent = self._recent(decoded, len(rows))
+        return self._draft.run_steps(rows, newest_tokens(decoded, len(rows)), recent, steps, mode)
 
     def _catch_up(self, plan: StepPlan) -> None:
         for behind, shape in plan.behind:

@@ -40,6 +40,8 @@ class Row:
       drafts: guesses of the tokens after the newest one, which are among the `count` tokens; -1 for each that is made
         on the device.
       again: number of tokens, the newest included, that the step runs again where the caches do not have them exactly.
+      last: of a plan of several steps with drafts, the number of tokens that the last step of the row gave; the runner
+        sets it when it reads them.
     """
 
     request: Request
@@ -48,12 +50,15 @@ class Row:
     index: int | None
     drafts: tuple[int, ...] = ()
     again: int = 1
+    last: int = 0
 
     def set_accepted(self, accepted: int) -> None:
         """Record that the steps of a plan accepted `accepted` tokens of this row, and rejected the other drafts."""
         if self.drafts and self.index is not None:
             self.request.filled = self.start + accepted
             self.request.sampled = self.index + accepted
+            if self.last:
+                self.request.exact = self.request.filled + 1 - self.last
 
 
 @dataclasses.dataclass
@@ -202,7 +207,7 @@ class Scheduler:
             self._admit()
         pending = [request for request in self.running if request.filled < request.target]
         chunks, shape = self._chunk_prompts(pending)
-        steps = 1 if chunks else self._add_steps(decoded)
+        steps = 1 if chunks else self._add_steps(decoded, drafts)
         return self._make_plan(decoded, chunks, shape, steps) if decoded or chunks else None
 
     def register_pages(self, request: Request) -> None:
@@ -248,11 +253,13 @@ class Scheduler:
         drafts = request.draft_by_ngram(count)
         return drafts if self._take_pages(request, request.filled + 1 + len(drafts)) else ()
 
-    def _add_steps(self, decoded: Sequence[Row]) -> int:
+    def _add_steps(self, decoded: Sequence[Row], drafts: bool) -> int:
         """Let a decode-only plan have several steps, as far as limits and pages allow; return their number."""
-        steps = self.draft_steps if self._drafting else self.decode_steps
+        steps = self.draft_steps if drafts else 1 if self._drafting else self.decode_steps
         if steps == 1 or any(row.request.single_steps for row in decoded):
             return 1
+        if drafts and self._lag is not None and any(not row.drafts and self._room(row.request) > 1 for row in decoded):
+            return 1  # the draft model lacks tokens of a row, which gets no drafts
         if self.waiting and decoded:  # for slots or pages, which the end of an answer frees
             steps = min(steps, max(steps // 4, min(self._room(row.request) for row in decoded)))
         if self._drafting:

@@ -34,7 +34,7 @@ from jaxstack.decoding.rows import (
     RowTokens,
     decode_rows,
     rows_at_step,
-    run_rows,
+    run_drafted,
     sampled_logits,
     sampling_of,
 )
@@ -305,9 +305,7 @@ class Programs:
         """Dispatch the forward pass of a step; return the logits to sample from. Arguments as in `run`."""
         model = self.model
         count = (len(rows) if drafted is None else drafted.size) + (0 if tokens is None else tokens.size)
-        halves = self._halves(count)
-        # A single row would be split between its tokens, and drafts run before the tokens that they follow.
-        halves = halves and (recent is None or len(rows) > 1)
+        halves = self._halves(count, rows, recent)
         adapted = self._is_adapted(rows) or (chunks is not None and self._is_adapted(chunks))
         prompts = None if chunks is None or tokens is None else (chunks, tokens)
         size = "long" if count >= _LONG_STEP else _size(count)
@@ -334,13 +332,18 @@ class Programs:
         tokens, self._last = self.run_on_pages(program, self._last, rows, most=most, **options)
         return tokens
 
-    def loop_variant(self, rows: Int[np.ndarray, "R columns"], tokens: int) -> StepVariant:
+    def loop_variant(
+        self, rows: Int[np.ndarray, "R columns"], tokens: int, recent: RecentTokens | None = None
+    ) -> StepVariant:
         """Return the variant of a program of several steps, each of which computes so many tokens of these rows."""
-        return StepVariant(self._halves(tokens), self._is_adapted(rows), _size(tokens))
+        return StepVariant(self._halves(tokens, rows, recent), self._is_adapted(rows), _size(tokens))
 
-    def _halves(self, tokens: int) -> bool:
-        """Return True if a step of so many tokens runs on two halves of them."""
-        return self.halves_from is not None and tokens >= self.halves_from
+    def _halves(self, tokens: int, rows: Int[np.ndarray, "R columns"], recent: RecentTokens | None) -> bool:
+        """Return True if a step of so many tokens runs on two halves of them.
+
+        A single row would be split between its tokens, and drafts run before the tokens that they follow.
+        """
+        return self.halves_from is not None and tokens >= self.halves_from and (recent is None or len(rows) > 1)
 
     def _is_adapted(self, rows: Int[np.ndarray, "R columns"]) -> bool:
         """Return True if one of the rows is computed with an adapter."""
@@ -412,23 +415,9 @@ class Programs:
         """Return the logits of each decoded token and each prompt chunk's last token, the KV cache, and `states`."""
         self.compiled += 1  # runs only when the program is traced
         newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
-        groups = [(rows, newest)]
-        if recent is not None:
-            guessed = rows.at[:, Column.START].add(1).at[:, Column.COUNT].set(jnp.maximum(rows[:, Column.COUNT] - 1, 0))
-            groups = [recent.group(rows), (guessed, newest[:, 1:])]
-        if chunks is not None:
-            groups.append(chunks)
         with logical_axis_rules(self.model.rules, self.model.layout):
             model = self.merge_for(params, non_params, adapted=variant.adapted)
-            hidden, pages = run_rows(model, groups, pages, halves=variant.halves, drafts=None if recent is None else 1)
-            if recent is not None:
-                again, drafts, *others = hidden
-                place = newest.shape[1] - rows[:, Column.COUNT, None, None]
-                columns = jnp.arange(newest.shape[1])[:, None]
-                hidden = [
-                    jnp.where(columns == place, again[:, -1:], jnp.pad(drafts, ((0, 0), (1, 0), (0, 0)))),
-                    *others,
-                ]
+            hidden, pages = run_drafted(model, rows, newest, recent, chunks, pages, halves=variant.halves)
             return sampled_logits(model, hidden), pages, hidden if self.keeps_states else []
 
     def _sample_step(

@@ -158,16 +158,16 @@ class SimulatedDraft:
             kept.append(len(accept(line[start + 1 :].tolist(), found[start:].tolist())) - 1)
         return np.concatenate([sampled, kept]).view(Sampled)
 
-    def run_steps(self, rows, newest, steps, mode):
-        def step(now, newest, texts):
-            found = self.run(now, newest, None, None, mode)
+    def run_steps(self, rows, newest, recent, steps, mode):
+        def step(now, newest, texts, recent):
+            found = self.run(now, newest, None, None, mode, None, recent)
             samples = found[: len(now) * self.width].reshape(len(now), self.width).tolist()
             firsts = self.width - now[:, Column.COUNT]
             kept = found[len(now) * self.width :]
             return [line[first : first + count + 1] for line, first, count in zip(samples, firsts, kept, strict=True)]
 
         texts = [[token] for token in newest.tolist()]
-        return steps_with_drafts(step, rows, texts, steps, self.most, self.width)
+        return steps_with_drafts(step, rows, texts, recent, steps, self.most, self.width)
 
     def _run_exactly(self, rows, newest, recent):
         """Before it guesses, the draft model has run all earlier tokens exactly, if layers run together just now."""
@@ -192,7 +192,7 @@ class SimulatedDraft:
         self.fill(None, chunks, tokens)
 
 
-def steps_with_drafts(step, rows, texts, steps, most, width):
+def steps_with_drafts(step, rows, texts, recent, steps, most, width):
     """What a program of several steps gives; `step` takes rows, newest tokens and texts, and returns new tokens."""
     assert steps <= most
     found = np.full((most, len(rows), width + 2), 250)
@@ -201,7 +201,9 @@ def steps_with_drafts(step, rows, texts, steps, most, width):
         now = rows.copy()
         now[:, Column.START] += given
         now[:, Column.COUNT] = np.minimum(rows[:, Column.COUNT] - given, width)
-        taken = step(now, np.array([text[-1] if text else 0 for text in texts]), texts)
+        if recent is not None:
+            recent.counts[now[:, Column.COUNT] == 0] = 0
+        taken = step(now, np.array([text[-1] if text else 0 for text in texts]), texts, recent)
         for place, (text, new) in enumerate(zip(texts, taken, strict=True)):
             count = now[place, Column.COUNT]
             new = new if count else []
@@ -209,6 +211,9 @@ def steps_with_drafts(step, rows, texts, steps, most, width):
             found[number, place, width:] = len(new), max(0, count - 1)
             given[place] += len(new)
             text += new
+            if recent is not None and count:
+                recent.tokens[place, -len(new) :] = new
+                recent.counts[place] = len(new)
     return found.view(Sampled)
 
 
@@ -220,15 +225,15 @@ class SimulatedNGrams:
         self.width = width
         self.most = most
 
-    def run(self, rows, described, steps, mode):
-        def step(now, newest, texts):
+    def run(self, rows, described, recent, steps, mode):
+        def step(now, newest, texts, recent):
             drafted = np.zeros((len(now), self.width), int)
             for line, row, text in zip(drafted, now, texts, strict=True):
                 if row[Column.COUNT]:
                     guessed = NGramDrafter(text).guess(row[Column.COUNT] - 1)
                     row[Column.COUNT] = 1 + len(guessed)
                     line[-1 - len(guessed) :] = (text[-1], *guessed)
-            samples = self.target.run(now, None, None, mode, None, drafted).reshape(drafted.shape)
+            samples = self.target.run(now, None, None, mode, None, drafted, recent).reshape(drafted.shape)
             firsts = self.width - now[:, Column.COUNT]
             return [
                 accept(line[first + 1 :].tolist(), own[first:].tolist())
@@ -236,7 +241,7 @@ class SimulatedNGrams:
             ]
 
         texts = [[*row.request.tokens] for row in rows] + [[] for _ in described[len(rows) :]]
-        return steps_with_drafts(step, described, texts, steps, self.most, self.width)
+        return steps_with_drafts(step, described, texts, recent, steps, self.most, self.width)
 
 
 class ScriptedChoice:
