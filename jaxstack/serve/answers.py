@@ -239,6 +239,7 @@ class Answers:
                     yield index, part
                 if answer.ended:
                     left.discard(index)
+        self._metrics.observe_longest(max(answer.tokens for answer in self.answers))
 
     async def collect(self) -> list[Part]:
         """Return the whole of each answer, once all have ended.

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from jaxstack import __version__
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.engine import Engine
 from jaxstack.errors import JaxstackError
@@ -46,13 +47,22 @@ from jaxstack.serve.refusals import HANDLERS, Refused, refuse_on_error, until_en
 from jaxstack.serve.responses import ResponseEnvelope, ResponsesRequest
 from jaxstack.serve.submission import Submissions
 from jaxstack.serve.tasks import unless
+from jaxstack.serve.tokenization import DetokenizeRequest, TokenizeRequest, tokenize_body
 
 _COMPLETION_TOKENS = 16
 """Token limit of a completion without `max_tokens`, as OpenAI has it."""
 _PAGE = Path(__file__).with_name("chat.html")
 
 R = TypeVar(
-    "R", bound=GenerationRequest | EmbeddingRequest | ResponsesRequest | CountRequest | ScoreRequest | RerankRequest
+    "R",
+    bound=GenerationRequest
+    | EmbeddingRequest
+    | ResponsesRequest
+    | CountRequest
+    | ScoreRequest
+    | RerankRequest
+    | TokenizeRequest
+    | DetokenizeRequest,
 )
 
 
@@ -103,6 +113,8 @@ class Server:
             "/v1/embeddings": self._embed,
             **dict.fromkeys(("/v1/score", "/score"), self._score),
             **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), self._rerank),
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
             "/v1/load_lora_adapter": self._load_adapter,
             "/v1/unload_lora_adapter": self._unload_adapter,
         }
@@ -112,6 +124,7 @@ class Server:
                 Route("/v1/models", self._require_key(self._models)),
                 Route("/v1/models/{name:path}", self._require_key(self._model)),
                 Route("/health", self._health),
+                Route("/version", self._version),
                 Route("/metrics", self._metrics),
                 Route("/", self._page),
             ],
@@ -144,6 +157,9 @@ class Server:
     async def _health(self, request: Request) -> Response:
         failure = self.engine.failure
         return JSONResponse({"status": failure or "ok"}, 200 if failure is None else 503)
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -212,6 +228,19 @@ class Server:
         body = await self._parse(request, CountRequest)
         _, prompt, _ = await self._submissions.encode_chat(refuse_on_error(lambda: body.as_chat_request))
         return JSONResponse({"input_tokens": len(prompt)})
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await self._parse(request, TokenizeRequest)
+        if body.prompt is None:
+            _, prompt, _ = await self._submissions.encode_chat(refuse_on_error(lambda: body.as_chat_request))
+        else:
+            (prompt,) = await self._submissions.encode([body.prompt], opened=body.add_special_tokens is not False)
+        texts = self._submissions.texts_of(prompt) if body.return_token_strs else None
+        return JSONResponse(tokenize_body(prompt, self.engine.context, texts))
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = await self._parse(request, DetokenizeRequest)
+        return JSONResponse({"prompt": await self._submissions.decode(body.tokens)})
 
     async def _write(
         self, request: Request, answers: Answers, envelope: ResponseEnvelope | MessageEnvelope, stream: bool | None

@@ -73,7 +73,7 @@ def _join_texts(content: object) -> str:
     Raises:
       ValueError: a block has no text.
     """
-    blocks = _as_blocks(content) or []
+    blocks = [] if content is None else _as_blocks(content)
     if not isinstance(blocks, list):
         raise ValueError(f"it must be a text or a list of blocks; found a value of type {type(content).__name__}")
     for place, block in enumerate(blocks):

@@ -47,6 +47,7 @@ class Metrics:
         self._mean = histogram("request_time_per_output_token_seconds", "Mean time between tokens.", _LATENCY)
         self._prompt_tokens = histogram("request_prompt_tokens", "Tokens of a prompt.", _COUNT)
         self._answer_tokens = histogram("request_generation_tokens", "Tokens of an answer.", _COUNT)
+        self._longest = histogram("request_max_num_generation_tokens", "Tokens of a request's longest answer.", _COUNT)
         self._limit = histogram("request_params_max_tokens", "Token limit of an answer.", _COUNT)
 
     def observe(self, request: Request, tokens: int, before: float | None, now: float) -> None:
@@ -81,6 +82,10 @@ class Metrics:
         self._inference.observe(now - times.started)
         if tokens > 1:
             self._mean.observe(decode / (tokens - 1))
+
+    def observe_longest(self, tokens: int) -> None:
+        """Record the size of the longest of all answers to a finished HTTP request."""
+        self._longest.observe(tokens)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the engine's current metrics; called by the Prometheus registry at each scrape."""

@@ -1,5 +1,6 @@
 """Request types of OpenAI's completion API, with vLLM's additional fields, and the JSON of the responses."""
 
+import json
 import re
 import secrets
 import time
@@ -32,6 +33,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"], None),
 }
 """Fields of other servers that are not supported here, with the values that are accepted: those that do nothing."""
+_NEUTRAL_IN_OUTPUTS: dict[str, tuple[object, ...]] = {
+    "disable_fallback": (False, None),
+    "disable_any_whitespace": (False, None),
+    "disable_additional_properties": (False, None),
+    "whitespace_pattern": (None,),
+    "structural_tag": (None,),
+}
+"""The same for fields of `structured_outputs`."""
 _IGNORED = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields that are accepted and ignored, because they do not change the answer."""
 
@@ -107,7 +116,7 @@ def drop_neutral(
       ValueError: it is no JSON object, or has a field that is not supported.
     """
     if not isinstance(fields, Mapping):
-        raise ValueError("the body must be a JSON object")
+        raise ValueError(f"it must be a JSON object; found a value of type {type(fields).__name__}")
     for name, known in neutral.items():
         if name in fields and not _is_one_of(fields[name], known):
             raise ValueError(f"{name} is not supported; {(reasons or {}).get(name, 'leave it out')}")
@@ -151,17 +160,38 @@ class ResponseFormat(Component):
         return self
 
 
+def _read_schema(schema: object) -> object:
+    """Return a JSON schema that is given as an object or, as vLLM's clients may, as the text of one."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it must be a JSON schema, as an object or its text; the text is no JSON: {error}") from None
+
+
+Schema: TypeAlias = Annotated[dict[str, Any] | None, BeforeValidator(_read_schema)]
+"""A JSON schema."""
+
+
 class StructuredOutputs(Component):
     """vLLM's `structured_outputs`: a constraint on the answer; exactly one field is set."""
 
-    json_: dict[str, Any] | None = Field(default=None, alias="json")
+    json_: Schema = Field(default=None, alias="json")
     """A JSON schema."""
+    json_object: bool | None = None
+    """True: any JSON object."""
     regex: str | None = None
     """A regular expression."""
     choice: Choices | None = None
     """The possible answers."""
     grammar: str | None = None
     """A grammar in the syntax of Lark."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, fields: object) -> object:
+        return drop_neutral(fields, _NEUTRAL_IN_OUTPUTS, ())
 
 
 class GenerationRequest(Component):
@@ -213,12 +243,14 @@ class GenerationRequest(Component):
     """Form of the answer."""
     structured_outputs: StructuredOutputs | None = None
     """Form of the answer, as vLLM has it."""
-    guided_json: dict[str, Any] | None = None
+    guided_json: Schema = None
     """A JSON schema that the answer matches."""
     guided_regex: str | None = None
     """A regular expression that the answer matches."""
     guided_choice: Choices | None = None
     """The possible answers."""
+    guided_grammar: str | None = None
+    """A grammar in the syntax of Lark that the answer matches."""
 
     @model_validator(mode="before")
     @classmethod
@@ -283,7 +315,9 @@ class GenerationRequest(Component):
         outputs = self.structured_outputs or StructuredOutputs()
         named: list[tuple[Kind, object]] = [
             ("json", outputs.json_), ("regex", outputs.regex), ("choice", outputs.choice), ("grammar", outputs.grammar),
+            ("json", {"type": "object"} if outputs.json_object else None),
             ("json", self.guided_json), ("regex", self.guided_regex), ("choice", self.guided_choice),
+            ("grammar", self.guided_grammar),
         ]  # fmt: skip
         found.extend(choice for choice in named if choice[1] is not None)
         if len(found) > 1:

@@ -164,14 +164,38 @@ class Submissions:
             found.append(one.pooled / [[len(one.prompt)], [1]])
         return found
 
-    async def encode(self, texts: Sequence[str | list[int]]) -> list[list[int]]:
+    async def encode(self, texts: Sequence[str | list[int]], *, opened: bool = True) -> list[list[int]]:
         """Return the token ids of texts, some of which may be ids already.
+
+        Args:
+          texts: the texts.
+          opened: put the document start before each text, if the server does so (`server.document_start`).
 
         Raises:
           Refused: a text is longer than the context.
         """
         self.check_length(text for text in texts if isinstance(text, str))
-        return await asyncio.to_thread(lambda: [self._encode(text) for text in texts])
+        return await asyncio.to_thread(lambda: [self._encode(text, opened=opened) for text in texts])
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, with the names of special tokens.
+
+        Raises:
+          Refused: an id is outside of the vocabulary.
+        """
+        self._check_known("tokens", tokens)
+        return await asyncio.to_thread(self.tokenizer.decode_marked, tokens)
+
+    def texts_of(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token, as log-probabilities name it."""
+        return [self._texts.text_of(token) for token in tokens]
+
+    def _check_known(self, name: str, tokens: Sequence[int]) -> None:
+        """Refuse ids of the field `name` that are outside of the vocabulary."""
+        known = self.tokenizer.vocab_size
+        unknown = next((token for token in tokens if token >= known), None)
+        if unknown is not None:
+            raise Refused(400, f"{name} must be below {known}, the number of ids; found {unknown}.")
 
     @cached_property
     def _most_characters(self) -> int | None:
@@ -190,10 +214,10 @@ class Submissions:
                     400, f"a prompt of {len(text)} characters exceeds the context of {self.engine.context} tokens."
                 )
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
+    def _encode(self, prompt: str | list[int], *, opened: bool) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
-        opening = [self.tokenizer.document_start] if self.config.document_start else []
+        opening = [self.tokenizer.document_start] if opened and self.config.document_start else []
         return [*opening, *self.tokenizer.encode(prompt).tolist()]
 
     def _echo(self, prompt: str | list[int]) -> tuple[str, int]:
@@ -239,10 +263,7 @@ class Submissions:
         """
         if max_tokens > self.config.max_tokens:
             raise Refused(400, f"max_tokens must be at most {self.config.max_tokens}; found {max_tokens}.")
-        known = self.tokenizer.vocab_size
-        unknown = [token for token in body.stop_token_ids or () if token >= known]
-        if unknown:
-            raise Refused(400, f"stop_token_ids must be below {known}, the number of ids; found {unknown[0]}.")
+        self._check_known("stop_token_ids", body.stop_token_ids or ())
         grammar = refuse_on_error(lambda: body.grammar)
         constraints = [await self._constrain(*grammar) if grammar else None for _ in range(len(prompts) * body.samples)]
         ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens

@@ -129,12 +129,13 @@ class Tools:
                 "type": "object",
                 "properties": {
                     "name": {"const": function.name},
-                    "parameters": function.arguments,
+                    # With an $id its references are to itself, such as #/$defs/City.
+                    "parameters": {"$id": f"urn:tool:{number}", **function.arguments},
                 },
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
-            for function in self.chosen
+            for number, function in enumerate(self.chosen)
         ]
         limit = {} if self.most is None else {"maxItems": self.most}
         return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}}

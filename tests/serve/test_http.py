@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxstack
 from jaxstack.decoding.adapter_places import AdapterPlaces
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.requests import Request
@@ -62,6 +63,23 @@ WRONG = [
     (COMPLETE, {"prompt": "a", "guided_regex": "("}, 400, "the regex of the structured output is wrong"),
     (COMPLETE, {"prompt": "a", "guided_json": {"type": "nonsense"}}, 400, "the json of the structured output is wrong"),
     (COMPLETE, {"prompt": "a", "guided_choice": []}, 400, "the choice of the structured output is wrong"),
+    (COMPLETE, {"prompt": "a", "guided_json": "{"}, 400, "an object or its text; the text is no JSON"),
+    (COMPLETE, {"prompt": "a", "structured_outputs": 5}, 400, "structured_outputs: it must be a JSON object"),
+    (COMPLETE, {"prompt": "a", "structured_outputs": {"structural_tag": {}}}, 400, "structural_tag is not supported"),
+    ("/tokenize", {}, 400, "give a text as prompt, or a chat as messages"),
+    ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, 400, "give a text as prompt, or"),
+    ("/tokenize", {"prompt": "a", "tools": [TOOL]}, 400, "tools is for a chat: give messages"),
+    (
+        "/tokenize",
+        {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True},
+        400,
+        "add_special_tokens is for a prompt",
+    ),
+    ("/tokenize", {"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, "could pass for another turn"),
+    ("/tokenize", {"prompt": "a", "model": "gpt"}, 404, "this server has 'tiny'"),
+    ("/detokenize", {"tokens": [1, 257]}, 400, "tokens must be below 257, the number of ids; found 257"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
+    ("/detokenize", {"tokens": "a"}, 400, "tokens"),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, 400, "tools.0.function"),
     (
@@ -293,6 +311,26 @@ def test_a_stop_text_ends_the_answer_and_frees_the_pages(client, engine):
     assert choice.usage.completion_tokens < 100 and idle(engine)
 
 
+def test_texts_and_chats_are_tokenized_as_prompts_are(client, port):
+    """The ids are those of a prompt of the same text or chat, and are turned back into it."""
+    ids = {"return_token_ids": True}
+    prompt = client.completions.create(model="tiny", prompt="Tromsø", max_tokens=1, extra_body=ids)
+    status, found, _ = ask(port, "/tokenize", {"model": "tiny", "prompt": "Tromsø", "return_token_strs": True})
+    assert status == 200 and found["tokens"] == prompt.choices[0].prompt_token_ids == [256, *"Tromsø".encode()]
+    assert found["count"] == 8 and found["max_model_len"] == 256
+    assert found["token_strs"] == ["", *"Troms", "bytes:\\xc3", "bytes:\\xb8"]
+    bare = ask(port, "/tokenize", {"prompt": "Tromsø", "add_special_tokens": False})[1]
+    assert bare["tokens"] == found["tokens"][1:] and bare["token_strs"] is None
+    assert ask(port, "/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": "Tromsø"}
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+    answer = client.chat.completions.create(model="tiny", max_tokens=1, extra_body=ids, **chat)
+    found = ask(port, "/tokenize", {**chat, "add_generation_prompt": True})[1]
+    assert found["tokens"] == answer.prompt_token_ids
+    text = ask(port, "/detokenize", {"tokens": found["tokens"]})[1]["prompt"]
+    assert "<|im_start|>user\nhi<|im_end|>" in text
+    assert ask(port, "/version")[1] == {"version": jaxstack.__version__}
+
+
 def test_structured_output_matches_its_schema_or_pattern(client):
     schema = {
         "type": "object",
@@ -521,11 +559,20 @@ def test_fifty_clients_at_once_of_which_half_go_away_leak_nothing(client, port, 
     assert idle(engine)
 
 
-def test_the_metrics_have_the_names_of_vllm(client, port, engine):
-    client.completions.create(model="tiny", prompt="count me", max_tokens=5)
+LONGEST: dict[str, Any] = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 7}
+LONGEST["extra_body"] = {"ignore_eos": True}
+"""A request whose longest answer has seven tokens."""
+
+
+def metrics(port: int) -> str:
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
+    return connection.getresponse().read().decode()
+
+
+def test_the_metrics_have_the_names_of_vllm(client, port, engine):
+    client.completions.create(model="tiny", prompt="count me", max_tokens=5)
+    before, text = (metrics(port) for _ in range(2) if client.completions.create(**LONGEST))
     for name in (
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
         "generation_tokens_total", "num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
@@ -534,6 +581,7 @@ def test_the_metrics_have_the_names_of_vllm(client, port, engine):
         "request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket",
         "request_inference_time_seconds_bucket", "request_time_per_output_token_seconds_bucket",
         "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_max_tokens_bucket",
+        "request_max_num_generation_tokens_sum",
     ):  # fmt: skip
         assert f"vllm:{name}{{" in text and 'model_name="tiny"' in text
     steps = re.search(r'jaxstack:engine_steps_total\{model_name="tiny"\} (\S+)', text)
@@ -545,6 +593,8 @@ def test_the_metrics_have_the_names_of_vllm(client, port, engine):
         for name in ("e2e_request_latency_seconds", "request_prompt_tokens", "request_decode_time_seconds")
     }
     assert counts["e2e_request_latency_seconds"] == counts["request_prompt_tokens"] > 0
+    sums = [float(re.findall(r"vllm:request_max_num_generation_tokens_sum\S+ (\S+)", one)[0]) for one in (before, text)]
+    assert sums[1] - sums[0] == 7
     assert 0 < counts["request_decode_time_seconds"] <= counts["request_prompt_tokens"]
 
 

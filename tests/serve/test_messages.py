@@ -161,6 +161,12 @@ def test_a_model_answers_with_stop_texts_schemas_and_chosen_tools(port, engine):
             "cannot be continued",
         ),
         ({"system": [{"type": "image"}]}, "only blocks of the type 'text'"),
+        ({"system": False}, "system: it must be a text or a list of blocks; found a value of type bool"),
+        ({"system": {}}, "system: it must be a text or a list of blocks; found a value of type dict"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": 0}]}]},
+            "it must be a text or a list of blocks; found a value of type int",
+        ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice names 'x'"),

@@ -1,5 +1,6 @@
 """Requests in OpenAI's form: what is read from them, and what a wrong one is told."""
 
+import json
 import time
 
 import pytest
@@ -81,6 +82,12 @@ def test_one_form_of_the_answer_can_be_chosen():
     assert completion(response_format=wanted).grammar == ("json", schema)
     assert completion(guided_regex="a+").grammar == completion(structured_outputs={"regex": "a+"}).grammar
     assert completion(structured_outputs={"choice": ["a", "b"]}).grammar == ("choice", ["a", "b"])
+    texts = [{"guided_json": json.dumps(schema)}, {"structured_outputs": {"json": json.dumps(schema)}}]
+    objects = [{"structured_outputs": {"json_object": True, "whitespace_pattern": None, "disable_fallback": False}}]
+    assert [completion(**fields).grammar for fields in texts + objects] == [("json", schema)] * 3
+    assert completion(structured_outputs={"json_object": False}).grammar is None
+    lark = 'start: "a"'
+    assert completion(guided_grammar=lark).grammar == completion(structured_outputs={"grammar": lark}).grammar
     with pytest.raises(ValueError, match="several forms"):
         _ = completion(guided_regex="a+", guided_json=schema).grammar
 

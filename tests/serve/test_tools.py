@@ -2,12 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from jaxstack.config.loader import build_component
+from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.data.tool_calls import EXAMPLE, derive_format
 from jaxstack.errors import ConfigError
 from jaxstack.serve.chat_request import ChatRequest
+from jaxstack.serve.grammar import Grammars
 from jaxstack.serve.tools import ToolReader, Tools
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -102,3 +105,40 @@ def test_calls_in_messages_reach_the_template_as_mappings():
         _ = body.messages[1].as_template_input
     with pytest.raises(ValueError, match="tool_choice asks for a call, response_format or the like"):
         _ = chat(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}).grammar
+
+
+def test_schemas_of_chosen_tools_may_refer_to_their_own_definitions():
+    """As those that pydantic writes do: of one tool and of a list of calls, two of which define the same name."""
+    pytest.importorskip("llguidance")
+
+    def tool(name: str, kind: str) -> dict:
+        place = {"type": "object", "properties": {"inner": {"$ref": "#/$defs/Place"}}, "required": ["inner"]}
+        return {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {**place, "additionalProperties": False, "$defs": {"Place": {"type": kind}}},
+            },
+        }
+
+    tools = [tool("first", "boolean"), tool("second", "integer")]
+    grammars = Grammars(ByteTokenizer(), [256])
+
+    def fits(text: str, **fields) -> bool:
+        found = chat(tools=tools, **fields).grammar
+        assert found is not None
+        constraint = grammars.compile(*found)
+        mask = np.zeros(9, np.int32)
+        for token in text.encode():
+            constraint.fill_mask(mask)
+            if not mask.view(np.uint32)[token // 32] >> token % 32 & 1:
+                return False
+            constraint.accept(token)
+        return True
+
+    for name, value, other in (("first", "true", "3"), ("second", "3", "true")):
+        chosen = {"type": "function", "function": {"name": name}}
+        written = '{"inner": %s}'
+        assert fits(written % value, tool_choice=chosen) and not fits(written % other, tool_choice=chosen)
+        written = f'[{{"name": "{name}", "parameters": {written}}}]'
+        assert fits(written % value, tool_choice="required") and not fits(written % other, tool_choice="required")
