@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.requests import ConstraintFailed, Request
+from jaxstack.decoding.scores import TokenScore
 from jaxstack.decoding.text_stream import TextStream
 from jaxstack.errors import JaxstackError
 from jaxstack.serve.chat_format import ReasoningReader
@@ -89,6 +90,11 @@ class TextAnswer:
     def prompt_fields(self) -> dict[str, Any]:
         """Fields of the response that describe the tokens of the prompt; complete once `take` has returned a part."""
         return self.details.describe_prompt(self.request.prompt, self.request.prompt_scores)
+
+    @property
+    def scores(self) -> Sequence[TokenScore]:
+        """Scores of the tokens that `take` has returned, without those that the engine generated after a stop text."""
+        return self.request.scores[: self._scored]
 
     @property
     def stop_text(self) -> str | None:
@@ -310,7 +316,7 @@ def choose_best(answers: Answers, samples: int, count: int) -> list[int]:
     """Return the numbers of the `count` answers to each prompt whose tokens have the highest mean log-probability."""
 
     def rank(number: int) -> float:
-        scores = answers.answers[number].request.scores
+        scores = answers.answers[number].scores
         return -sum(score.log_probability for score in scores) / max(1, len(scores))
 
     firsts = range(0, len(answers.answers), samples)

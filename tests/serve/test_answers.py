@@ -8,12 +8,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxstack.data.load_tokenizer import read_tokenizer_file
 from jaxstack.decoding.requests import Request
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.decoding.scores import TokenScore
 from jaxstack.decoding.text_stream import ChatGenerator, TextStream
 from jaxstack.errors import ConfigError
 
 pytest.importorskip("jinja2")
 pytest.importorskip("starlette")
-from jaxstack.serve.answers import Readers, TextAnswer
+from jaxstack.serve.answers import Readers, TextAnswer, choose_best
 from jaxstack.serve.chat_format import ChatFormatter
 from jaxstack.serve.token_details import TokenDetails, TokenTexts
 from jaxstack.serve.tools import ToolReader, Tools
@@ -114,3 +116,24 @@ def test_a_token_that_is_no_text_is_named_by_its_bytes(tokenizer):
     assert [texts.text_of(first), texts.text_of(second)] == ["bytes:\\xc3", "bytes:\\xa4"]
     assert texts.text_of(tokenizer.special_tokens["<|im_end|>"]) == "<|im_end|>"
     assert texts.bytes_of(first) == b"\xc3" and texts.bytes_of(tokenizer.special_tokens["<|im_end|>"]) == b""
+
+
+def test_the_best_answer_is_chosen_by_its_own_tokens(tokenizer):
+    """Tokens that the engine has generated after a stop text, before it learnt of that, do not count."""
+    details = TokenDetails(TokenTexts(tokenizer), chat=False, logprobs=None, prompt_logprobs=None, ids=False)
+
+    def answer(text: str, scores: list[float]) -> TextAnswer:
+        request = Request([0], 9, Sampling(logprobs=0), cancel=lambda request: request.notify("cancelled"))
+        request.scores = [TokenScore(score, 1, ()) for score in scores]
+        request.append(tokenizer.encode(text).tolist())
+        request.notify("length")
+        found = TextAnswer(request, tokenizer, details, ["."])
+        while not found.ended:
+            found.take()
+        return found
+
+    likely = answer("ab.cd", [-1.0, -1.0, -1.0, -9.0, -9.0])
+    lucky = answer("ab.cd", [-2.0, -2.0, -2.0, 0.0, 0.0])
+    whole = answer("abcde", [-1.5] * 5)
+    assert [score.log_probability for score in likely.scores] == [-1.0] * 3 and len(whole.scores) == 5
+    assert choose_best(cast(Any, SimpleNamespace(answers=[lucky, whole, likely])), 3, 2) == [2, 1]
