@@ -58,7 +58,7 @@ def with_teacher(model: Model, teacher: Transformer) -> Model:
       ConfigError: their vocabularies differ.
     """
     check_vocabulary(model.config, teacher.config, "the teacher")
-    model.attach("teacher", teacher)
+    model.attach("teacher", teacher, "distillation")
     return model
 
 

@@ -20,6 +20,7 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.checkpoint.memory import MemoryCheckpoints
 from jaxstack.config.features import fixed_sections
 from jaxstack.data.batch_source import items_in_batch
+from jaxstack.distributed.coordination import broadcast_from_first
 from jaxstack.errors import JaxstackError
 from jaxstack.heartbeat import doing
 from jaxstack.module_arrays.shardings import describe_unsplit
@@ -116,6 +117,7 @@ class Loop:
         self.skipped = 0
         self.state_check = StateCheck(settings.resilience.checksum_every_steps)
         self.signs = ProgressFile.of_this_process()
+        self.signs.restart()
         self.done = 0
         """Steps that are done, counted from the beginning of the run."""
         self.train_seconds: float | None = None
@@ -199,14 +201,15 @@ class Loop:
         self.trainer.stored_state = restored.state
         self.trainer.data_state = restored.data
         self.skips = SkippedSteps(self.settings.resilience, restored.skipped)
-        self.train_seconds = restored.train_seconds
+        # Each process may have restored another one's copy in memory, which has that one's measurement.
+        self.train_seconds = broadcast_from_first(restored.train_seconds)
         self.signs.note(saved=restored.step)
         jax.block_until_ready(self.trainer.state.params)
         seconds = time.perf_counter() - began
         self.log.say(f"resuming from step {restored.step} ({restored.source}, restored in {seconds:.1f} s)")
         if self.checkpoints is not None and self.checkpoints.is_in_memory_only(restored.step):
             # Copies end with the launchers: a signal before the next save would lose the steps since the last one.
-            content = self.trainer.stored_state, self.skips.to_json(), self.trainer.data_state, restored.train_seconds
+            content = self.trainer.stored_state, self.skips.to_json(), self.trainer.data_state, self.train_seconds
             self.checkpoints.save(restored.step, *content)
         return restored.step
 

@@ -15,6 +15,7 @@ from jaxstack.preference import LOSSES, Pairs, PreferenceConfig, preference_loss
 from jaxstack.run.build import make_trainer
 from jaxstack.run_config import load_config
 from jaxstack.trainer import Trainer
+from jaxstack.worker_steps import features_of
 from tests.small_runs import unpacked_batch_at
 
 CHOSEN = [[-0.5, -1.0, -0.25], [-2.0, -0.5, -0.5, -1.0]]
@@ -258,7 +259,7 @@ def test_adapters_switched_off_are_the_reference(start):
     alone, trainer = take_steps(start, *settings)
     assert not companions_of(trainer) and alone[0]["loss"] == np.float32(math.log(2)) != alone[1]["loss"]
     both, trainer = take_steps(start, *settings, f"preference.reference={start}")
-    assert companions_of(trainer) == ["reference"]
+    assert companions_of(trainer) == ["reference"] and "preferences" in features_of(trainer)
     np.testing.assert_allclose([m["loss"] for m in alone], [m["loss"] for m in both], rtol=1e-6)
     _, trainer = take_steps(start, *settings, "optimizer.groups=[{path: norm, frozen: false}]", count=0)
     assert companions_of(trainer) == ["reference"]
@@ -284,7 +285,7 @@ def test_a_reward_model_begins_at_log_2_and_reads_rewards_at_the_stop_token(star
 def test_log_probabilities_are_those_of_the_answers_alone():
     config = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, vocab_size=64, final_logit_softcapping=2.0)
     model, reference = (Transformer(config, nnx.Rngs(seed)) for seed in (0, 1))
-    model.attach("reference", reference)
+    model.attach("reference", reference, "preferences")
     batch = {name: jnp.asarray(x) for name, x in pairs_at(0).items()}
     counted = (batch["labels"] != -100).any(-1).all(-1)
 

@@ -54,7 +54,7 @@ class Child:
         )  # fmt: skip
         self.pid = self._process.pid
         self.started = time.monotonic()
-        self._last = Record("start", at=self.started)
+        self._last = Record("other", at=self.started)
         self._pump = None
         if prefix is not None and self._process.stdout is not None:
             self._pump = threading.Thread(target=_copy_lines, args=(self._process.stdout, prefix), daemon=True)
@@ -185,7 +185,7 @@ class Limits:
     """Timeouts for each phase of a run: seconds without progress after which a process counts as stuck."""
 
     step: float = 300.0
-    """Limit between two training steps or evaluation batches."""
+    """Limit between two steps of the training or of the check of its layout, or evaluation batches."""
     start: float = 3600.0
     """Limit until the first step (reading data, restoring, compiling), until the first batch of the first evaluation,
     and between two batches of evaluation tasks, which may compile."""
@@ -193,9 +193,14 @@ class Limits:
     """Limit on a save that training waits for."""
 
     def timeout_of(self, record: Record, suspended: bool = False) -> float:
-        """Return the timeout for the phase that a process is in; a suspended process has that of a train step."""
-        if record.phase in ("train", "evaluate") or suspended:
+        """Return the timeout for the phase that a process is in; a suspended process has that of a train step.
+
+        A process that has written no record has none: it may be a server, which waits for requests.
+        """
+        if record.phase in ("train", "evaluate", "check") or suspended:
             return self.step if record.step_limit is None else record.step_limit
+        if record.phase == "other":
+            return math.inf
         return self.save if record.phase in ("save", "end") else self.start
 
 

@@ -68,7 +68,7 @@ _END_SECONDS = 3.0
 _PAUSE_SECONDS = 5.0
 """If a look is this late, the whole job was suspended, and the silence of its processes means nothing."""
 _STOPPED = (143, 130, 129)
-_BEFORE_STEPS = ("start", "restore", "compile")
+_BEFORE_STEPS = ("other", "start", "check", "restore", "compile")
 """Phases of a process that has not taken a step yet."""
 
 
@@ -129,6 +129,7 @@ class Supervisor:
         adopt_orphans()
         budget = RestartBudget(self.job.restarts)
         attempt = 0
+        newest = -1
         try:
             with self._signals(), self._open_rendezvous():
                 while True:
@@ -143,7 +144,8 @@ class Supervisor:
                     if outcome.code in (0, 2, *_STOPPED):
                         return self._leave(outcome.code)
                     allowed = budget.spend(outcome.saved)
-                    saved = f"checkpoint {outcome.saved}" if outcome.saved >= 0 else "no checkpoint"
+                    newest = max(newest, outcome.saved)
+                    saved = f"checkpoint {newest}" if newest >= 0 else "no checkpoint"
                     say(f"start {attempt} failed after {time.monotonic() - began:.0f} s: {outcome.reason}; {saved}")
                     if not allowed:
                         say(f"giving up: {self.job.restarts} restarts brought no new checkpoint (--max-restarts)")

@@ -67,9 +67,9 @@ class Transformer(nnx.Module):
     gathers_weights = True
     """Declares that every matrix passes `gather_parameter` where it is used, so that a train step may pass shards."""
 
-    companions: tuple[str, ...] = ()
-    """Names of submodules that are not trained, not part of checkpoints, and loaded separately, such as `teacher`; see
-    `jaxstack.module_arrays.companion`."""
+    companions: tuple[tuple[str, str], ...] = ()
+    """Submodules that are not trained, not part of checkpoints, and loaded separately, as pairs of a name such as
+    `teacher` and the feature that it belongs to; see `jaxstack.module_arrays.companion`."""
 
     teacher: "Transformer | None" = None
     """A model from whose predictions this one learns; see `jaxstack.distill`."""
@@ -102,10 +102,16 @@ class Transformer(nnx.Module):
         self.precision = PrecisionConfig()
         """Precision of the matmuls, as set by `in_fp8`."""
 
-    def attach(self, name: str, companion: "Transformer") -> None:
-        """Add a model that is not trained with this one, and not in its checkpoints, as the submodule `name`."""
+    def attach(self, name: str, companion: "Transformer", feature: str) -> None:
+        """Add a model that is not trained with this one, and not in its checkpoints, as the submodule `name`.
+
+        Args:
+          name: such as `teacher`.
+          companion: the model.
+          feature: name of the feature that it belongs to, such as `distillation`.
+        """
         setattr(self, name, companion)
-        self.companions = (*self.companions, name)
+        self.companions = (*self.companions, (name, feature))
 
     def add_reward_head(self) -> None:
         """Make this a reward model: add a head that maps a hidden state to a reward, with zeros as weights."""

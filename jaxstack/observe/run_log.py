@@ -28,7 +28,8 @@ class Goodput:
 
     Wall time runs from the first start to now. It includes compiling, saving, evaluating, steps that were repeated
     after a crash, and the time between a crash or a stop and the next start, but not the time after a run had all its
-    steps. The first process uses it.
+    steps. The first process records it; the others add up the time of the steps too, as their copies in memory may be
+    those that the first process goes on from.
 
     Args:
       run_dir: the run directory; None: nothing is recorded.
@@ -43,7 +44,8 @@ class Goodput:
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
         before = read_sessions(self._path)
-        self._train_seconds = train_seconds if before else 0.0  # without records, wall time is counted from now
+        # Without records, wall time is counted from now.
+        self._train_seconds = train_seconds if before or run_dir is None else 0.0
         self._sessions = [*before, {"began": clock(), "step": step}]
         self._write()
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 
-from jaxstack.resilience.progress_file import STACKS
+from jaxstack.resilience.progress_file import STACKS, ProgressFile
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask a run to save and stop; a terminal that is closed sends SIGHUP."""
@@ -41,7 +41,8 @@ class ExitOnSignal:
     Python runs signal handlers between two of its own instructions, and one instruction can be a compilation of
     several minutes; therefore a thread reads the signals. This also catches a Ctrl-C during a library's callback, where
     Python would print and drop the exception. SIGUSR1 writes the stacks of all threads, even while another thread has
-    the GIL, to standard error or to the file that the supervisor asked for.
+    the GIL, to standard error or to the file that the supervisor asked for. From its begin on the supervisor counts how
+    long the process is silent.
 
     Args:
       name: the command, for the message on standard error.
@@ -51,6 +52,7 @@ class ExitOnSignal:
         self._name = name
 
     def __enter__(self) -> "ExitOnSignal":
+        ProgressFile.of_this_process().note()  # from here on silence counts
         stacks = os.environ.get(STACKS)
         self._stacks = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if stacks else 2
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)

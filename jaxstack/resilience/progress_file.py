@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -22,7 +23,8 @@ class Record:
     """
 
     phase: str
-    """start, restore, compile, train, evaluate, tasks, save or end. A first evaluation begins as compile."""
+    """start, check (of the layout), restore, compile, train, evaluate, tasks, save or end. A first evaluation begins as
+    compile. other: a process that has written no record, as of a command that has none."""
     step: int = 0
     """Number of steps that were dispatched to the devices."""
     beat: int = 0
@@ -41,15 +43,42 @@ class ProgressFile:
 
     def __init__(self, path: str | Path | None = None):
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600) if path else None
+        self.is_read = self._handle is not None
+        """Whether a supervisor reads the file."""
         self.record = Record("start")
         self._waited = 0.0
         self._depth = 0
         self._first_step = 0.0
 
-    @classmethod
-    def of_this_process(cls) -> "ProgressFile":
-        """Open the progress file that the supervisor named in the environment, if any."""
-        return cls(os.environ.get(PROGRESS))
+    @staticmethod
+    @functools.cache
+    def of_this_process() -> "ProgressFile":
+        """Return the one writer of the file that the supervisor named in the environment, if any.
+
+        A second one would write another step, phase and limit over those of the first.
+        """
+        return ProgressFile(os.environ.get(PROGRESS))
+
+    def restart(self) -> None:
+        """Begin the record of another run of this process: it has neither steps nor checkpoints yet."""
+        self._waited = self._first_step = 0.0
+        self.record = Record("start", beat=self.record.beat)
+        self.note()
+
+    def alive(self) -> None:
+        """Give a sign of life, if this process has a record: without one, the supervisor does not count its silence."""
+        if self.record.beat:
+            self.note()
+
+    @contextlib.contextmanager
+    def during(self, phase: str, step_limit: float | None) -> Iterator[None]:
+        """Context manager in which this process is in another phase, with another limit on the time of a step."""
+        before = self.record
+        self.note(phase, step_limit=step_limit)
+        try:
+            yield
+        finally:
+            self.note(before.phase, step_limit=before.step_limit)
 
     def note(self, phase: str | None = None, **changes: Any) -> None:
         """Update the progress record and write it to the file, as a sign of life for the supervisor.

@@ -21,16 +21,19 @@ from jaxstack.trainer import Trainer
 def companions(config: RunConfig) -> list["StoredCompanion"]:
     """Return the frozen models that a run needs in addition to the one that it trains."""
     found = []
-    if config.distill.teacher is not None:
-        found.append(StoredCompanion("teacher", "distill.teacher", config.distill.teacher, "distilling"))
+    teacher = config.distill.teacher
+    if teacher is not None:
+        found.append(StoredCompanion("teacher", "distillation", "distill.teacher", teacher, "distilling"))
     if config.reference is None:
         return found
     key, directory = config.reference
     if directory == "init_from":
         directory = None if config.trains_adapters_only else config.run.init_from
     if directory is not None:
-        verb = "measuring rewards" if config.preference.loss is not None else "measuring the divergence"
-        found.append(StoredCompanion("reference", key, directory, verb))
+        if config.preference.loss is not None:
+            found.append(StoredCompanion("reference", "preferences", key, directory, "measuring rewards"))
+        else:
+            found.append(StoredCompanion("reference", "reinforcement", key, directory, "measuring the divergence"))
     return found
 
 
@@ -39,6 +42,8 @@ class StoredCompanion(NamedTuple):
 
     name: str
     """Its name in the module, as in `Transformer.companions`."""
+    feature: str
+    """Name of the feature that it belongs to, see `jaxstack.run_config.FEATURES`."""
     key: str
     """The configuration key that asks for it."""
     directory: str
@@ -76,7 +81,7 @@ class StoredCompanion(NamedTuple):
 
         def made(rngs: nnx.Rngs) -> Transformer:
             student = make(rngs)
-            student.attach(self.name, empty_model(other, dtype))
+            student.attach(self.name, empty_model(other, dtype), self.feature)
             return student
 
         return made

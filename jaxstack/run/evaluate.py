@@ -31,6 +31,7 @@ from jaxstack.evaluation import bits_per_byte
 from jaxstack.parallel import ParallelConfig
 from jaxstack.preference import PreferenceConfig
 from jaxstack.reinforce.policy import PolicyConfig
+from jaxstack.resilience.progress_file import ProgressFile
 from jaxstack.run.build import make_trainer
 from jaxstack.run.load import check_finite, load, run_config, sets_layout
 from jaxstack.run.setting import Setting
@@ -325,7 +326,7 @@ def measure_loss(
     Raises:
       JaxstackError: there is no held-out text.
     """
-    values = trainer.evaluator.run(params, non_params, max_tokens)
+    values = trainer.evaluator.run(params, non_params, max_tokens, _goes_on)
     if values is None:
         raise JaxstackError("there is no held-out text to evaluate on; give some with --data.")
     size = len(data.held_out_bytes(max_tokens))
@@ -339,6 +340,12 @@ def measure_loss(
         bits_per_byte=values.get("eval_bits_per_byte"),
         seconds=values["eval_seconds"],
     )
+
+
+def _goes_on() -> bool:
+    """Give the launcher a sign of life after a batch; return False, as nothing stops an evaluation."""
+    ProgressFile.of_this_process().alive()
+    return False
 
 
 def _source_of(path: str, text_key: str) -> SourceConfig:
@@ -390,6 +397,8 @@ def _run_tasks(
     if longest is not None and length > longest:
         raise ConfigError(f"--max-length {length} exceeds the model's max_position_embeddings ({longest}).")
     generator = run.text_generator(document_start=tasks.document_start)
-    model = harness.HarnessModel(generator, max_length=length, batch_size=tasks.batch_size)
+    signs = ProgressFile.of_this_process()
+    alive = (lambda done: signs.alive()) if signs.is_read else None  # else it shows its progress
+    model = harness.HarnessModel(generator, max_length=length, batch_size=tasks.batch_size, report=alive)
     results = harness.run_tasks(model, tasks.names, num_fewshot=tasks.num_fewshot, limit=tasks.limit, manager=manager)
     return Evaluation(run.step, tasks=harness.task_metrics(results), harness_results=results)

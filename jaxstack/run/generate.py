@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text_stream import FinishReason, TextGenerator
 from jaxstack.errors import ConfigError
+from jaxstack.resilience.progress_file import ProgressFile
 
 _DEFAULT_TOKENS = 200
 
@@ -103,8 +104,10 @@ def _generate_batch(
     texts: list[str] = [""] * len(rows)
     reasons: list[FinishReason | None] = [None] * len(rows)
     completed = 0
+    signs = ProgressFile.of_this_process()  # for a launcher
     seeds = [row.seed for row in rows]
     for piece in generator.stream([row.ids for row in rows], tokens, sampling, seed=seeds, stop=stop):
+        signs.alive()
         texts[piece.row] += piece.text
         reasons[piece.row] = piece.finish_reason
         while completed < len(rows) and (reason := reasons[completed]) is not None:

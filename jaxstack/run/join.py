@@ -4,6 +4,7 @@ from jaxstack.distributed.cluster import find_place
 from jaxstack.distributed.coordination import connect
 from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.resilience.preflight import check_program
+from jaxstack.resilience.progress_file import ProgressFile
 
 
 def join_job(settings: str, limits: ResilienceConfig | None = None) -> list[str]:
@@ -22,6 +23,7 @@ def join_job(settings: str, limits: ResilienceConfig | None = None) -> list[str]
       ConfigError: the processes differ, or the coordinator would be open to other machines.
       JaxstackError: the processes do not find one another in time.
     """
+    ProgressFile.of_this_process().note()  # a launcher counts how long processes are silent that wait for one another
     place = find_place()
     limits = limits or ResilienceConfig()
     if place is None:

@@ -32,6 +32,7 @@ from jaxstack.module_arrays.module import Dict
 from jaxstack.observe.environment import installed_versions
 from jaxstack.parallel import make_mesh
 from jaxstack.parameter_paths import path_name
+from jaxstack.resilience.progress_file import ProgressFile
 from jaxstack.run.build import make_trainer
 from jaxstack.run.setting import Setting
 from jaxstack.run.small_copy import VOCABULARY, in_float32, on_one_device, small_copy
@@ -243,11 +244,23 @@ def _compare(small: RunConfig, tolerance: float, seconds: float | None) -> tuple
         start = jax.tree.map(_as_numbers, reference.stored_state)
         start = start._replace(params=jax.tree.map(_not_zero, start.params))
         differences = []
-        for step in range(_TRIES):
-            differences.append(_agreed(functools.partial(_difference_of_step, reference, many, start, step), seconds))
-            if all_true(differences[-1].size <= tolerance):  # each process compares with its own first device
-                break
+        with ProgressFile.of_this_process().during("check", _silence_seconds(small)):
+            for step in range(_TRIES):
+                compare = functools.partial(_difference_of_step, reference, many, start, step)
+                differences.append(_agreed(compare, seconds))
+                if all_true(differences[-1].size <= tolerance):  # each process compares with its own first device
+                    break
     return min(differences, key=_order), time.monotonic() - began
+
+
+def _silence_seconds(small: RunConfig) -> float | None:
+    """Return after how long without a sign of life a process is stuck in a step of the check, in a run's launcher.
+
+    That of a step of the run, but not less than `SECONDS`: a run's steps may be limited to less than the first
+    transfers between devices take.
+    """
+    seconds = small.resilience.step_seconds
+    return None if seconds is None else max(seconds, SECONDS)
 
 
 def _difference_of_step(reference: Trainer, many: Trainer, start: TrainState, step: int) -> _Difference:
@@ -376,6 +389,7 @@ def _loss_and_gradients(trainer: Trainer, step: int) -> tuple[float, Dict]:
     """Take a step on a batch; return its loss, and by path the momentum of SGD after it, which is the gradient."""
     batches = trainer.batches(step)
     metrics = trainer.train_step(next(batches)[0])
+    ProgressFile.of_this_process().note()  # a process that hangs before it has one sign of life less than its peers
     batches.close()
     gradients = _whole(trainer.stored_state.optimizer, trainer)
     leaves = jax.tree_util.tree_leaves_with_path(gradients)

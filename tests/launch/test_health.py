@@ -12,6 +12,7 @@ LIMITS = Limits(step=10, start=100, save=50)
 def test_each_phase_has_its_limit():
     for phase, limit in (
         ("start", 100),
+        ("check", 10),
         ("restore", 100),
         ("compile", 100),
         ("tasks", 100),
@@ -22,6 +23,13 @@ def test_each_phase_has_its_limit():
         record = {0: Record(phase, at=1000.0)}
         assert find_stuck(record, LIMITS, 1000.0 + limit - 1) is None
         assert find_stuck(record, LIMITS, 1000.0 + limit + 1) == 0
+
+
+def test_a_process_without_a_record_may_be_silent_but_not_suspended():
+    """Such as a server that waits for requests, or the compression of a large model."""
+    record = {0: Record("other", at=0.0)}
+    assert find_stuck(record, LIMITS, 1e9) is None
+    assert find_stuck(record, LIMITS, 11, suspended={0: lambda: True}) == 0
 
 
 def test_a_run_sets_the_limit_of_its_steps():

@@ -180,6 +180,25 @@ def test_a_child_that_ignores_sigterm_is_killed_after_the_grace():
     assert process.returncode == 143 and "did not end within 1 s" in out and time.monotonic() - began < 15
 
 
+@pytest.mark.parametrize("keeps_a_record", [False, True])
+def test_only_the_silence_of_a_process_that_keeps_a_record_counts(keeps_a_record):
+    """A server may wait for requests for days."""
+    program = "import time; time.sleep(2.5)"
+    options = ("--start-seconds", "0.8", "--max-restarts", "0")
+    process = launch(*options, program=f"{WRITE}p.note(); {program}" if keeps_a_record else program)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == keeps_a_record, out
+    assert ("gave no sign of life" in out) == keeps_a_record
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("context", ["ExitOnSignal('train').__enter__()", "join_job('')"])
+def test_training_and_what_joins_a_job_keep_a_record_from_their_begin_on(context):
+    imports = "from jaxstack.resilience.exit_on_signal import ExitOnSignal; from jaxstack.run.join import join_job; "
+    process = launch("--max-restarts", "0", program=WRITE + imports + f"{context}; print('beat', p.record.beat)")
+    assert "beat 1" in process.communicate(timeout=60)[0]
+
+
 def test_a_ctrl_c_that_comes_twice_at_once_is_one():
     """As from a terminal or a scheduler that signals all processes: the save is not cut off."""
     program = (

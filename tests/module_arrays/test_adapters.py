@@ -33,7 +33,7 @@ def adapted(rngs: nnx.Rngs) -> Transformer:
 def with_everything(rngs: nnx.Rngs) -> Transformer:
     model = adapted(rngs)
     model.add_reward_head()
-    model.attach("teacher", plain(rngs))
+    model.attach("teacher", plain(rngs), "distillation")
     return model
 
 

@@ -11,7 +11,6 @@ from flax import nnx
 
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, Transformer
-from jaxstack.module_arrays.companion import Companion
 from jaxstack.module_arrays.pipeline_order import PipelineOrder
 from jaxstack.module_arrays.views import with_views
 from jaxstack.optim.base import GroupRule
@@ -27,7 +26,7 @@ X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 class Student(nnx.Module):
     """A layer that learns what its teacher, a layer of the same shape, computes."""
 
-    companions = ("teacher",)
+    companions = {"teacher": "distillation"}
 
     def __init__(self, rngs: nnx.Rngs):
         self.layer = nnx.Linear(4, 2, rngs=rngs)
@@ -77,12 +76,11 @@ def test_a_state_from_a_checkpoint_or_a_start_keeps_the_companion_that_was_loade
 
 def test_workers_and_a_pipeline_refuse_companions():
     assert features_of(make_trainer(optax.sgd(0.1))) == ["distillation"]
-    assert Companion("reference").feature == "preferences"
     config = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, intermediate_size=24, vocab_size=64)
 
     def make(rngs: nnx.Rngs) -> Transformer:
         model = Transformer(config, rngs)
-        model.attach("teacher", Transformer(config, rngs))
+        model.attach("teacher", Transformer(config, rngs), "distillation")
         return model
 
     with pytest.raises(ConfigError, match=r"a model with a teacher does not support a pipeline; set parallel\.pipe"):

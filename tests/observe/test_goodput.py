@@ -35,6 +35,13 @@ def test_a_crash_costs_what_is_repeated_and_the_time_until_the_next_start(tmp_pa
     assert second.read() == {"train_seconds": 90.0, "goodput": 90 / 200}
 
 
+def test_a_process_that_records_nothing_goes_on_from_the_time_before():
+    """Its copies in memory may be those that the first process goes on from."""
+    goodput = Goodput(None, 8, 40.0, Clock())
+    goodput.add(50.0)
+    assert goodput.read()["train_seconds"] == 90.0
+
+
 def test_the_time_after_a_finished_run_does_not_count(tmp_path):
     clock = Clock()
     first = Goodput(tmp_path, 0, 0.0, clock)

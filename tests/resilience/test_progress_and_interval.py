@@ -8,7 +8,7 @@ import pytest
 
 from jaxstack.resilience.config import advise_interval, young_daly_seconds
 from jaxstack.resilience.preflight import disagreements
-from jaxstack.resilience.progress_file import ProgressFile, Record, read_record
+from jaxstack.resilience.progress_file import PROGRESS, ProgressFile, Record, read_record
 
 
 def test_the_record_is_overwritten_in_place(tmp_path):
@@ -44,6 +44,37 @@ def test_waiting_is_not_ones_own_time():
     signs.note("train", step=2)
     assert 0.05 <= signs.record.own_seconds < 0.15
     assert isinstance(signs.record, Record)
+
+
+def test_a_process_has_one_record_however_many_write_it(tmp_path, monkeypatch):
+    """A part of a run that only gives a sign of life must not take away step, phase, limit and checkpoint."""
+    path = tmp_path / "progress"
+    monkeypatch.setenv(PROGRESS, str(path))
+    ProgressFile.of_this_process.cache_clear()
+    try:
+        run = ProgressFile.of_this_process()
+        run.note("train", step=7, saved=5, step_limit=9.0)
+        ProgressFile.of_this_process().note()
+        known = read_record(path)
+        assert known is not None
+        assert (known.phase, known.step, known.saved, known.step_limit, known.beat) == ("train", 7, 5, 9.0, 2)
+        run.restart()
+        known = read_record(path)
+        assert known is not None
+        assert (known.phase, known.step, known.saved, known.step_limit) == ("start", 0, -1, None) and known.beat == 3
+    finally:
+        ProgressFile.of_this_process.cache_clear()
+
+
+def test_the_phase_before_comes_back_after_another_one_even_if_it_failed(tmp_path):
+    signs = ProgressFile(tmp_path / "progress")
+    signs.note("compile", step=3, step_limit=7.0)
+    known = []
+    with pytest.raises(ZeroDivisionError), signs.during("check", 20.0):
+        known.append(read_record(tmp_path / "progress"))
+        raise ZeroDivisionError
+    known.append(read_record(tmp_path / "progress"))
+    assert [(r.phase, r.step_limit, r.step) for r in known if r] == [("check", 20.0, 3), ("compile", 7.0, 3)]
 
 
 def test_young_daly():
