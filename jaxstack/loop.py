@@ -7,6 +7,7 @@ and its batch was put on the device while an earlier step ran.
 import collections
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.checkpoint.memory import MemoryCheckpoints
 from jaxstack.config.features import fixed_sections
 from jaxstack.data.batch_source import items_in_batch
-from jaxstack.distributed.coordination import broadcast_from_first
+from jaxstack.distributed.coordination import all_gather, broadcast_from_first
 from jaxstack.errors import JaxstackError
 from jaxstack.heartbeat import doing
 from jaxstack.module_arrays.shardings import describe_unsplit
@@ -47,6 +48,9 @@ _LONG_RUN_SECONDS = 3600
 """Length of a run from which on advice on the interval between saves is worth a line."""
 _FIRST_STEPS = 5
 """Number of steps after which a run is known to work."""
+_agreements = itertools.count()
+_AGREE_SECONDS = 3600
+"""Time limit of an agreement of the processes; the launcher ends those that wait for a stuck one earlier."""
 _IN_FLIGHT = 2
 """Maximum number of steps on the devices: one runs while the next is queued."""
 _DECIDING = (
@@ -115,6 +119,8 @@ class Loop:
         self.checkpoints: RunCheckpoints | None = None
         self.skips = SkippedSteps(settings.resilience)
         self.skipped = 0
+        self.excess: tuple[int, str, str] | None = None
+        """What `SkippedSteps.excess` found."""
         self.state_check = StateCheck(settings.resilience.checksum_every_steps)
         self.signs = ProgressFile.of_this_process()
         self.signs.restart()
@@ -286,6 +292,8 @@ class Loop:
                     while pending:
                         self._read(*pending.popleft())
                 with self.signs.waiting():
+                    if saving or copying or evaluating or stopping or step == train.steps:
+                        self._agree_on_skipped()
                     self.state_check.check(step, self.trainer.state, before_save=saving or copying or stopping)
                     # A checkpoint made while steps are skipped might be rolled back: it waits for a step that is taken.
                     self.save_postponed = saving and self.skipped > 0 and step < train.steps
@@ -338,12 +346,31 @@ class Loop:
     def _skip(self, step: int, values: Mapping[str, float], limits: list[float]) -> None:
         """Report a step that was skipped for a loss or gradient spike; raise JaxstackError after too many in a row."""
         self.log.say(self.skips.add(step, self.skipped, values, limits))
-        if (excess := self.skips.excess(step, self.skipped)) is not None:
-            good, why, advice = excess
-            left = "the last good parameters are in memory only, as there is no run directory"
-            if self.checkpoints is not None:
-                left = self.checkpoints.roll_back(good)
-            raise JaxstackError(f"{why}; {left}. {advice}")
+        self.excess = self.excess or self.skips.excess(step, self.skipped)
+        if self.excess is not None and not self.trainer.wrapper.reads_own_metrics:
+            self._roll_back(*self.excess)
+
+    def _agree_on_skipped(self) -> None:
+        """Let processes that read the metrics of their own models know of one another's skipped steps.
+
+        All call it at the same steps, before they decide on what they do together, such as a save.
+
+        Raises:
+          JaxstackError: too many steps of one of them were skipped.
+        """
+        if not self.trainer.wrapper.reads_own_metrics:
+            return
+        told = all_gather(f"skipped-{next(_agreements)}", [self.skipped, self.excess], _AGREE_SECONDS)
+        self.skipped = max(skipped for skipped, _ in told)
+        if found := [excess for _, excess in told if excess is not None]:
+            self._roll_back(*min(found))
+
+    def _roll_back(self, good: int, why: str, advice: str) -> NoReturn:
+        """Go back to the newest checkpoint until step `good`, and raise JaxstackError."""
+        left = "the last good parameters are in memory only, as there is no run directory"
+        if self.checkpoints is not None:
+            left = self.checkpoints.roll_back(good)
+        raise JaxstackError(f"{why}; {left}. {advice}")
 
     def _save(self, step: int) -> None:
         """Start to save a checkpoint of this step in the background, unless this step is saved already."""

@@ -61,6 +61,8 @@ class StepWrapper:
 
     make_steps: Callable[..., StepFunctions] = StepFunctions
     """Makes the step functions from the arguments of `StepFunctions`."""
+    reads_own_metrics = False
+    """True if each process reads the metrics of its own copies of the model, and so knows of its own skipped steps."""
 
     def __init__(self, optimizer: Optimizer | optax.GradientTransformation | None = None):
         self.optimizer = optimizer

@@ -157,6 +157,7 @@ class Workers(StepWrapper):
     """
 
     make_steps = WorkerSteps
+    reads_own_metrics = True
 
     def __init__(self, method: WorkerMethod, optimizer: Optimizer | optax.GradientTransformation | None = None):
         super().__init__(optimizer)

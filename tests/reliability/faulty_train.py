@@ -84,6 +84,25 @@ def _save_on_a_full_disk(self: CheckpointManager, step: int, *arguments: Any, **
     _save(self, step, *arguments, **options)
 
 
+def _step_on_nan(self: Trainer, batch: Any) -> Any:
+    """In FAULT_COUNT steps from FAULT_STEP on the parameters of this process's workers are NaN, and not after them."""
+    global _steps
+    _steps += 1
+    first = int(os.environ["FAULT_STEP"])
+    if not _is_mine() or not first <= _steps < first + int(os.environ["FAULT_COUNT"]):
+        return _train_step(self, batch)
+    good = self.state.params
+
+    def spoilt(x: jax.Array) -> jax.Array:
+        parts = [shard.data * float("nan") for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+
+    self.state = self.state._replace(params=jax.tree.map(spoilt, good))
+    metrics = _train_step(self, batch)
+    self.state = self.state._replace(params=good)
+    return metrics
+
+
 def _stuck_evaluation(self: Evaluator, params: Any, non_params: Any, limit: Any, stop: Any) -> Any:
     def after_batch() -> bool:
         stopped = stop()
@@ -101,6 +120,8 @@ def _install(fault: str) -> None:
         Trainer.batches = _late_batches
     elif fault == "disk":
         CheckpointManager.save = _save_on_a_full_disk
+    elif fault == "nan":
+        Trainer.train_step = _step_on_nan
     elif fault == "evaluation":
         Evaluator.run = _stuck_evaluation
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxstack.checkpoint.leaves import LeafSpec
 from jaxstack.checkpoint.manifest import read_index
-from tests.reliability.runs import Runs, finish
+from tests.reliability.runs import FAULTY, Runs, finish
 from tests.reliability.states import read_checkpoint
 
 pytestmark = pytest.mark.exhaustive
@@ -53,6 +53,30 @@ def test_ten_nans_end_the_run_at_a_good_checkpoint(runs: Runs, record):
     record(
         13, "NaN gradients without end", "ten skips, exit code 1; every number on disk finite, the newest from before"
     )
+
+
+WORKERS = (
+    "train.steps=24", "train.eval_every_steps=null", "train.global_batch_size=8", "parallel.workers=2",
+    "parallel.data=2", "local_sgd.every=100", "resilience.max_skipped_steps=4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "starts", "saved"), [(1, 1, [5, 11, 15, 20, 24]), (5, 2, [5, 10, 15, 20, 24])], ids=["once", "too often"]
+)
+def test_processes_agree_on_a_step_that_only_the_worker_of_one_of_them_skipped(runs: Runs, count, starts, saved):
+    """Each process reads the losses of its own workers, and a save is due at step 10, which rank 1 skips."""
+    name = f"nan-worker-{count}"
+    command = runs.train(name, *WORKERS, command=FAULTY)
+    first = str(11 - count)
+    launcher = runs.launch(
+        ["--processes", "2"], command, FAULT="nan", FAULT_RANK="1", FAULT_STEP=first, FAULT_COUNT=str(count)
+    )
+    code, said = finish(launcher)
+    assert code == 0 and said.count("starting again") == starts - 1 and "no sign of life" not in said, said
+    assert runs.saved(name) == saved
+    if starts == 2:
+        assert re.search(r"steps in a row had .* rolled back to checkpoint 5,", said), said
 
 
 def test_a_flipped_bit_of_one_copy_is_named_before_it_is_saved(runs: Runs, record):
