@@ -159,7 +159,8 @@ class DraftPrograms:
         """Return the draft model's tokens after each newest one, and its pages; see `Drafter`."""
         weights, rest = params
         recent = rows.recent if self.approximate else None
-        tokens, logits, pages = self._propose(weights, rest, rows.rows, rows.newest, recent, mode, state)
+        # Unrolled, as a loop within the loop of steps in a CUDA graph was not tried.
+        tokens, logits, pages = self._propose(weights, rest, rows.rows, rows.newest, recent, mode, state, unroll=True)
         return Drafts(tokens, rows.rows[:, Column.COUNT], logits), pages
 
     def verify(
@@ -273,6 +274,8 @@ class DraftPrograms:
         recent: RecentTokens | None,
         mode: Int[Array, ""],
         pages: Pages,
+        *,
+        unroll: bool = False,
     ) -> Guesses:
         """Propose draft tokens for each sequence; return them with the draft model's logits and KV-cache pages."""
         lines = jnp.arange(len(rows))
@@ -303,10 +306,10 @@ class DraftPrograms:
         with logical_axis_rules(self.model.rules, self.model.layout):
             # The number of iterations is a constant, so that the host need not read a condition after each of them.
             if recent is None:  # the last draft is run too, for its keys and values
-                return jax.lax.fori_loop(0, self.width, advance, (drafted, guessed, pages))
+                return jax.lax.fori_loop(0, self.width, advance, (drafted, guessed, pages), unroll=unroll)
             logits, pages = self._decode(params, non_params, *recent.group(rows), pages, exact=True)
             made = keep(jnp.int32(0), logits, pages, drafted, guessed)
-            drafted, guessed, after = jax.lax.fori_loop(1, self.width - 1, advance, made)
+            drafted, guessed, after = jax.lax.fori_loop(1, self.width - 1, advance, made, unroll=unroll)
             # Drafts stay in pages, where others can replace them, but not in states.
             return drafted, guessed, jax.tree.map(lambda i, x, y: x if i >= 0 else y, self._axes, pages, after)
 

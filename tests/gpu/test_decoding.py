@@ -53,6 +53,7 @@ def test_loops_of_steps_with_drafts_give_the_tokens_of_single_ones(guesses, sett
     decoder = open_decoder(jax.devices()[:1], "never", jnp.float32)
     prompts = (np.random.default_rng(0).integers(0, 4, (5, 24)) * 100).tolist()
     texts = dict[int, list[list[int]]]()
+    programs = dict[int, int]()
     for steps in (1, 8):
         config = EngineConfig(slots=8, context=128, chunk=32, decode_steps=steps, draft_tokens=3, drafts="always")
         with Engine(decoder, config, draft=decoder if guesses == "draft model" else None) as engine:
@@ -61,10 +62,10 @@ def test_loops_of_steps_with_drafts_give_the_tokens_of_single_ones(guesses, sett
                     engine.submit(prompt, 30 + 7 * i, Sampling(**settings), seed=i) for i, prompt in enumerate(prompts)
                 ]
             texts[steps] = [request.result() for request in requests]
-            assert (engine.stats.programs["decode"] < engine.stats.draft_steps) == (steps > 1)
+            programs[steps] = engine.stats.programs["decode"]
             if guesses == "draft model":
                 assert engine.stats.accepted_tokens > 0.9 * engine.stats.draft_tokens
-    assert texts[8] == texts[1]
+    assert texts[8] == texts[1] and programs[8] < programs[1]
 
 
 def test_sums_by_a_kernel_give_the_same_logits_and_the_same_text_each_time(two_gpus):
