@@ -214,7 +214,7 @@ def run_variants(work: str, shape: tuple[int, int, int, int]) -> list[dict[str, 
 
 
 def attempt(work: str, implementation: str, run: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the row, or print the reason and return None if it does not fit or compile."""
+    """Append the row and return it, or print the reason and return nothing if it does not fit or compile."""
     try:
         row = {"work": work, "implementation": implementation, **run()}
     except (ValueError, RuntimeError) as error:
@@ -225,6 +225,7 @@ def attempt(work: str, implementation: str, run: Callable[[], dict[str, Any]]) -
         f"{row['tflops_per_device']:.0f} TFLOP/s",
         flush=True,
     )
+    append_rows("grouped_matmul", [row])
     return [row]
 
 
@@ -239,9 +240,7 @@ def main() -> int:
     for work, shape in WORKS.items():
         if args.only not in work:
             continue
-        found = run_variants(work, shape) if args.variants else run_implementations(work, shape)
-        append_rows("grouped_matmul", found)
-        rows += found
+        rows += run_variants(work, shape) if args.variants else run_implementations(work, shape)
     columns = ["work", "implementation", "forward_milliseconds", "forward_tflops_per_device", "milliseconds"]
     print_table(rows, [*columns, "tflops_per_device", "extra_bytes"])
     return int(not error <= 2)
