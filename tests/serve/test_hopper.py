@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxstack.decoding.draft_steps import DraftLoop
+from jaxstack.decoding.ngram_steps import NGramSteps, NGramText
 from jaxstack.decoding.rows import Column, decode_rows
 from jaxstack.decoding.step import Programs, StepVariant, _compiler_options
-from jaxstack.distributed.xla_options import half_batch_options
+from jaxstack.distributed.xla_options import half_batch_options, loop_in_graph_options
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
@@ -28,11 +30,12 @@ PAGE = 16
 AXES = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
 
 
-def compiled_steps(together: int | None = None, chunk: int | None = None) -> str:
+def compiled_steps(together: int | None = None, chunk: int | None = None, drafts: int = 0) -> str:
     """The program of several decode steps of an unrolled model in bfloat16, under tensor parallelism.
 
     With `together`: the program of one step, by layers that run together. With `chunk`: that of a step with as many
-    prompt tokens, on two halves of its tokens, with layers as wide as llama3-8b's.
+    prompt tokens, on two halves of its tokens, with layers as wide as llama3-8b's. With `drafts`: that of several steps
+    with as many n-gram drafts.
     """
     config = ModelConfig(
         vocab_size=4096, hidden_size=1024, num_layers=2, num_heads=8, num_kv_heads=4, intermediate_size=2048,
@@ -54,6 +57,7 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
     programs.vocab_size = None
     programs.compiled = 0
     programs.keeps_states = False
+    programs.replays = False
     pages = jax.eval_shape(
         lambda: module.merge(params, {}).make_shared_cache(CacheRoom(ROWS, PAGES * PAGE, PAGES, PAGE))
     )
@@ -74,6 +78,22 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
         chunks, tokens = (hopper_array((1, n), jnp.int32, rules.mesh) for n in (rows.shape[1], chunk))
         arguments = (params, {}, last, rows, None, None, (chunks, tokens), pages)
         options = half_batch_options()
+    elif drafts:
+        loop = DraftLoop.__new__(DraftLoop)
+        loop._target, loop._width, loop._most = programs, 1 + drafts, 8
+        loop._drafter = NGramSteps.__new__(NGramSteps)
+        loop._drafter._width = 1 + drafts
+
+        def steps(params, non_params, last, rows, number, texts, pages):
+            state = NGramText(texts, last)
+            first = (rows, last, None)
+            numbers = {"steps": number, "mode": number, "variant": StepVariant()}
+            return loop._steps(params, non_params, (), first, pages=pages, state=state, **numbers)
+
+        program = jax.jit(steps, donate_argnames="pages")
+        texts = hopper_array((ROWS, 4096), jnp.int32, rules.mesh)
+        arguments = (params, {}, last, rows, number, texts, pages)
+        options = loop_in_graph_options()
     elif together is None:
 
         def steps(params, non_params, last, rows, number, pages):
@@ -89,11 +109,11 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
         return compile_for_hopper(program, *arguments, mesh=rules.mesh, options=options).as_text()
 
 
-def count_sums(program: str) -> int:
-    """Number of sums of the residual stream over the devices; several that are one operation count as one."""
+def count_sums(program: str, tokens: int = ROWS) -> int:
+    """Number of sums of so many tokens' residual stream over the devices; several in one operation count as one."""
     lines = re.findall(r"^.* all-reduce(?:-start)?\(", program, re.M)
     sizes = [[math.prod(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", x)] for x in lines]
-    return sum(ROWS * 1024 in size for size in sizes)
+    return sum(tokens * 1024 in size for size in sizes)
 
 
 @needs_triton
@@ -106,6 +126,16 @@ def test_under_tensor_parallelism_the_kernel_reads_the_pages_of_each_device():
     assert made and not {"copy", "transpose", "all-gather", "gather"} & set(made), made
     assert not re.findall(r" (?:reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", program)
     assert count_sums(program) == 5, "the embedding's rows, and two in each layer"
+
+
+@needs_triton
+@pytest.mark.exhaustive
+def test_steps_with_drafts_of_one_program_write_the_pages_where_they_lie():
+    """And sum as often over the devices as steps without drafts."""
+    program = compiled_steps(drafts=3)
+    made = re.findall(rf"= bf16\[{PAGES},{PAGE},2,128\]\S* ([\w-]+)\(", program)
+    assert made and not {"copy", "transpose", "all-gather", "gather"} & set(made), made
+    assert count_sums(program, 4 * ROWS) == 5, "the embedding's rows, and two in each layer"
 
 
 @needs_triton
