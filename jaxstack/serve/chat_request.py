@@ -65,7 +65,7 @@ class Message(Component):
         for name in _NEUTRAL_IN_MESSAGES:
             if fields.get(name) not in (None, "", [], {}):
                 raise ValueError(f"{name} is not supported in messages; leave it out")
-        return {name: value for name, value in fields.items() if name not in _NEUTRAL_IN_MESSAGES}
+        return {k: value for k, value in fields.items() if value is not None and k not in _NEUTRAL_IN_MESSAGES}
 
     @model_validator(mode="after")
     def _has_content(self) -> "Message":

@@ -31,6 +31,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True, None),
     "add_generation_prompt": (True, None),
     "modalities": (["text"], None),
+    "echo": (False, None),
+    "continue_final_message": (False, None),
+    "documents": ([], None),
+    "bad_words": ([], None),
+    "function_call": ("none", None),
 }
 """Fields of other servers that are not supported here, with the values that are accepted: those that do nothing."""
 _NEUTRAL_IN_OUTPUTS: dict[str, tuple[object, ...]] = {
@@ -104,7 +109,7 @@ def drop_neutral(
     ignored: Sequence[str],
     reasons: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of a body without those that ask for nothing.
+    """Return the fields of a body without those that ask for nothing, such as all that are null.
 
     Args:
       fields: the body.
@@ -120,7 +125,12 @@ def drop_neutral(
     for name, known in neutral.items():
         if name in fields and not _is_one_of(fields[name], known):
             raise ValueError(f"{name} is not supported; {(reasons or {}).get(name, 'leave it out')}")
-    return {name: value for name, value in fields.items() if name not in neutral and name not in ignored}
+    # Clients that write out every field of their types send null for those that are not set.
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None and name not in neutral and name not in ignored
+    }
 
 
 class StreamOptions(Component):
@@ -387,8 +397,11 @@ class EmbeddingRequest(Component):
     """Only the model's hidden size."""
     priority: int | None = None
     """Requests with a lower number start first, 0 by default."""
-    user: str | None = None
-    """Ignored."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, fields: object) -> object:
+        return drop_neutral(fields, {}, _IGNORED)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

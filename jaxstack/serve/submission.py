@@ -211,7 +211,9 @@ class Submissions:
         for text in texts:
             if self._most_characters is not None and len(text) > self._most_characters:
                 raise Refused(
-                    400, f"a prompt of {len(text)} characters exceeds the context of {self.engine.context} tokens."
+                    400,
+                    f"a prompt of {len(text)} characters exceeds the context of {self.engine.context} tokens; shorten "
+                    "it, or start the server with a longer engine.context.",
                 )
 
     def _encode(self, prompt: str | list[int], *, opened: bool) -> list[int]:
@@ -234,7 +236,8 @@ class Submissions:
         """
         most = self.engine.most_requests
         if not 1 <= count <= most:
-            raise Refused(400, f"a request must ask for 1 to {most} answers; found {count}.")
+            limit = f"1 to {most} answers or texts (engine.slots and engine.queue together)"
+            raise Refused(400, f"a request must ask for {limit}; found {count}. Send several requests.")
 
     async def submit(
         self,
@@ -262,7 +265,8 @@ class Submissions:
           Refused: a limit is exceeded, or the engine does not accept them.
         """
         if max_tokens > self.config.max_tokens:
-            raise Refused(400, f"max_tokens must be at most {self.config.max_tokens}; found {max_tokens}.")
+            limit = f"{self.config.max_tokens} (server.max_tokens)"
+            raise Refused(400, f"max_tokens must be at most {limit}; found {max_tokens}.")
         self._check_known("stop_token_ids", body.stop_token_ids or ())
         grammar = refuse_on_error(lambda: body.grammar)
         constraints = [await self._constrain(*grammar) if grammar else None for _ in range(len(prompts) * body.samples)]

@@ -9,7 +9,7 @@ from jaxstack.config.loader import build_component
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 from jaxstack.serve.chat_request import ChatRequest
-from jaxstack.serve.protocol import CompletionRequest, Envelope
+from jaxstack.serve.protocol import CompletionRequest, EmbeddingRequest, Envelope
 from jaxstack.serve.token_details import Part
 
 
@@ -42,6 +42,13 @@ def test_fields_that_ask_for_nothing_are_accepted():
     body = completion(
         presence_penalty=0, frequency_penalty=0.0, logit_bias={}, best_of=1, user="me", logprobs=None, min_tokens=0
     )
+    assert completion(prediction=None, truncate_prompt_tokens=None, documents=[], model=None) == completion()
+    asked = {"role": "user", "content": "a"}
+    chat = {"messages": [{**asked, "prefix": None}], "echo": False, "continue_final_message": False, "audio": None}
+    read = build_component(ChatRequest, {**chat, "function_call": "none"}, "the request")
+    assert read == build_component(ChatRequest, {"messages": [asked]}, "the request")
+    embedding = {"input": "a", "user": "me", "truncate_prompt_tokens": None}
+    assert build_component(EmbeddingRequest, embedding, "the request").prompts == ["a"]
     assert body.stops == () and completion(stop="x").stops == ("x",) and completion(stop=["x", "y"]).stops == ("x", "y")
 
 
@@ -66,6 +73,8 @@ def test_fields_that_ask_for_nothing_are_accepted():
         ({"stop": ["a", ""]}, "at least one character"),
         ({"n": 0}, "n"),
         ({"prompt": 5}, "prompt"),
+        ({"prompt": None}, "prompt is required"),
+        ({"continue_final_message": True}, "continue_final_message is not supported; leave it out"),
         ({"response_format": {"type": "json_schema"}}, "json_schema must be given"),
     ],
 )
