@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from starlette.responses import StreamingResponse
@@ -52,6 +52,7 @@ class TextAnswer:
         that text (0 or 1: the document start). None: the prompt is not repeated.
       echo_only: end the answer after the prompt.
       readers: split the generated text into reasoning, tool calls and the answer.
+      reasons: stop texts and stop tokens that the request itself names, which `stop_reason` tells.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class TextAnswer:
         echo: tuple[str, int] | None = None,
         echo_only: bool = False,
         readers: Readers = _PLAIN,
+        reasons: Collection[str | int] = (),
     ):
         self.request = request
         self.details = details
@@ -73,6 +75,7 @@ class TextAnswer:
         self._tools, self._reasoning = readers
         self._echo = echo
         self._echo_only = echo_only
+        self._reasons = reasons
         self._new = list[int]()
         self._scored = 0
         self._returned = 0
@@ -102,6 +105,19 @@ class TextAnswer:
         return self._text.stop_text
 
     @property
+    def stop_reason(self) -> str | int | None:
+        """The stop text or stop token of the request that ended the answer, as vLLM has it; None if none did."""
+        if self.finish_reason == "length":  # of the prompt alone, after which the engine may have met a stop token
+            return None
+        ended_by = self.stop_text if self.stop_text is not None else self.request.stop_token
+        return ended_by if ended_by in self._reasons else None
+
+    def describe(self, part: Part) -> dict[str, Any]:
+        """Return the further fields of a part of the answer: those of its tokens, and of the last part why it ended."""
+        ended = {} if part.finish_reason is None else {"stop_reason": self.stop_reason}
+        return {**self.details.describe(part), **ended}
+
+    @property
     def ended(self) -> bool:
         """True if the answer has ended and all of its text has been returned."""
         return self.finish_reason is not None or self.request.finish_reason == "cancelled"
@@ -117,8 +133,11 @@ class TextAnswer:
         tokens, reason = self.request.take()
         begun = bool(tokens) or reason is not None
         echoed = self._take_echo(begun=begun)
-        reasoning, text = self._decode([] if self._echo_only else tokens, reason)
-        if self._echo_only and begun and self.finish_reason is None:
+        if self._echo_only:  # the token that the engine generates at least says nothing, nor does it end the answer
+            tokens = []
+            reason = reason if reason in ("error", "cancelled") else None
+        reasoning, text = self._decode(tokens, reason)
+        if self._echo_only and begun:
             self._end("length")
         calls = []
         if self._tools is not None and self.finish_reason is not None:
@@ -166,7 +185,7 @@ class TextAnswer:
         if self.finish_reason is None and reason is not None and reason != "cancelled":
             pieces.append(self._split(self._text.finish("stop" if reason == "stop" else "length")))
             self.finish_reason = self._text.finish_reason
-            if self.request.stop_token is not None and not self._echo_only:
+            if self.request.stop_token is not None:
                 self._new.append(self.request.stop_token)
         if self.finish_reason is not None and self._reasoning is not None:
             rest, text = self._reasoning.finish()
@@ -332,7 +351,7 @@ async def events(answers: Answers, envelope: Envelope, samples: int, *, usage: b
             prompts[index] = {}
     try:
         async for index, part in answers.stream():
-            more = answers.answers[index].details.describe(part)
+            more = answers.answers[index].describe(part)
             yield _event(envelope.piece(index, part, {**prompts[index], **more}))
             prompts[index] = {}
     except Refused as error:

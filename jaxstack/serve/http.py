@@ -331,7 +331,7 @@ class Server:
             return EventStream(answers, events(answers, envelope, body.samples, usage=usage))
         parts = await self._submissions.collect(request, answers)
         best = choose_best(answers, body.samples, body.n or 1) if body.samples > (body.n or 1) else range(len(parts))
-        choices = [(parts[number], answers.answers[number].details.describe(parts[number])) for number in best]
+        choices = [(parts[number], answers.answers[number].describe(parts[number])) for number in best]
         prompts = [answers.answers[number].prompt_fields for number in best]
         return JSONResponse(envelope.whole(choices, prompts, usage_of(answers, body.samples)))
 

@@ -302,7 +302,16 @@ class Submissions:
             )
             opening = None if echo is None else self._echo(echo[index // body.samples])
             only = max_tokens == 0
-            answer = TextAnswer(request, self.tokenizer, details, stop, echo=opening, echo_only=only, readers=read())
+            answer = TextAnswer(
+                request,
+                self.tokenizer,
+                details,
+                stop,
+                echo=opening,
+                echo_only=only,
+                readers=read(),
+                reasons=(*body.stops, *(body.stop_token_ids or ())),
+            )
             texts.append(answer)
         answers = Answers(texts, self._metrics, self.config.timeout)
         self._answers.add(answers)

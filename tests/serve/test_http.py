@@ -58,7 +58,12 @@ WRONG = [
     (COMPLETE, {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
     (CHAT, {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400, "needs logprobs: set it to true"),
     (COMPLETE, {"prompt": []}, 400, "at least one text or token id"),
-    (COMPLETE, {"prompt": ["a"] * 40, "n": 2}, 400, "1 to 64 answers or texts (engine.slots and engine.queue together); found 80"),
+    (
+        COMPLETE,
+        {"prompt": ["a"] * 40, "n": 2},
+        400,
+        "1 to 64 answers or texts (engine.slots and engine.queue together); found 80",
+    ),
     (COMPLETE, {"prompt": "a", "model": "gpt"}, 404, "this server has 'tiny'"),
     (COMPLETE, {"prompt": "a", "guided_regex": "("}, 400, "the regex of the structured output is wrong"),
     (COMPLETE, {"prompt": "a", "guided_json": {"type": "nonsense"}}, 400, "the json of the structured output is wrong"),
@@ -187,7 +192,8 @@ def test_the_routes_answer_requests():
     server, port = listen(Echo())
     status, answer, _ = ask(port, COMPLETE, {"prompt": "hällo", "model": "tiny"})
     assert status == 200 and answer["object"] == "text_completion"
-    assert answer["choices"] == [{"index": 0, "text": "hällo", "logprobs": None, "finish_reason": "stop"}]
+    ended = {"finish_reason": "stop", "stop_reason": None}
+    assert answer["choices"] == [{"index": 0, "text": "hällo", "logprobs": None, **ended}]
     assert answer["usage"]["prompt_tokens"] == 7 and answer["usage"]["completion_tokens"] == 6
     connection = http.client.HTTPConnection("127.0.0.1", port)
     body = {"messages": [{"role": "user", "content": "hä"}], "stream": True}
@@ -309,6 +315,18 @@ def test_a_stop_text_ends_the_answer_and_frees_the_pages(client, engine):
     choice = client.completions.create(stop=["never there", stop], **options)
     assert choice.choices[0].text == whole[: whole.index(stop)] and choice.choices[0].finish_reason == "stop"
     assert choice.usage.completion_tokens < 100 and idle(engine)
+    assert to_the_end.stop_reason is None and choice.choices[0].stop_reason == stop
+    *_, streamed = client.completions.create(stop=["never there", stop], stream=True, **options)
+    assert streamed.choices[0].stop_reason == stop
+    fields = {"logit_bias": {"65": 100}, "stop_token_ids": [65]}
+    by_token = client.completions.create(model="tiny", prompt="x", max_tokens=9, temperature=0, extra_body=fields)
+    assert (by_token.choices[0].finish_reason, by_token.choices[0].stop_reason) == ("stop", 65)
+    of_model = client.completions.create(model="tiny", prompt="x", temperature=0, logit_bias={"256": 100})
+    assert (of_model.choices[0].finish_reason, of_model.choices[0].stop_reason) == ("stop", None)
+    alone = client.completions.create(
+        model="tiny", prompt="x", max_tokens=0, echo=True, temperature=0, extra_body=fields
+    )
+    assert (alone.choices[0].finish_reason, alone.choices[0].stop_reason) == ("length", None) and idle(engine)
 
 
 def test_texts_and_chats_are_tokenized_as_prompts_are(client, port):
