@@ -155,7 +155,8 @@ def choose_room(
       further: bytes of other caches.
 
     Raises:
-      ConfigError: a model cannot be served, or the weights leave no memory for the cache or for so many requests.
+      ConfigError: a model cannot be served, or the weights leave no memory for the cache, for so many pages or for so
+        many requests.
     """
     context = token_limit(models, config)
     size = config.page_size
@@ -170,6 +171,13 @@ def choose_room(
         total = available * models[0].rules.mesh.size
         weights = sum(model.weight_bytes for model in models)
         rest = total - weights - per_page * (config.pages or 1)
+        most = int((total - weights - per_slots - sampling) // per_page) if per_page else 0
+        if config.pages is not None and rest <= 0 < most:
+            raise ConfigError(
+                f"{config.pages:,} pages (engine.pages) take {byte_size(per_page * config.pages)} and the weights "
+                f"{byte_size(weights)}, of {byte_size(total)} on {models[0].rules.mesh.size} device(s); set "
+                f"engine.pages to at most {most:,}, or to null for as many as fit."
+            )
         if 0 < rest < per_slots + sampling:
             most = int(rest / (per_slots + sampling) * config.slots)
             kept = f", {snapshots:,} snapshots (engine.snapshots)" if config.snapshots and snapshots else ""
@@ -190,8 +198,8 @@ def choose_room(
     if pages * size < 2:
         raise ConfigError(
             "the weights leave no memory for the cache of keys and values or states "
-            f"(engine.memory_fraction {config.memory_fraction}); use more devices (parallel.tensor=2)"
-            + (f" or fewer engine.slots ({config.slots})." if per_slots else ".")
+            f"(engine.memory_fraction {config.memory_fraction}); raise that fraction, or use more devices "
+            "(parallel.tensor=2)" + (f" or fewer engine.slots ({config.slots})." if per_slots else ".")
         )
     return CacheRoom(config.slots, min(context, pages * size), pages, size, snapshots)
 

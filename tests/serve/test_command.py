@@ -162,6 +162,11 @@ def test_a_plan_is_printed_without_serving(tmp_path, capsys, monkeypatch):
     assert "16 requests at a time (engine.slots)" in said and "would fit: " in said
     assert main([*asked, "engine.slots=1000000000"]) == 2
     assert re.search(r"logits of 1,000,000,000 requests .* at most [\d,]+", capsys.readouterr().err)
+    assert main([*asked, "engine.pages=100000000000"]) == 2
+    refused = re.search(r"100,000,000,000 pages \(engine.pages\) take .* at most ([\d,]+), or", capsys.readouterr().err)
+    assert refused is not None
+    assert main([*asked, f"engine.pages={refused[1].replace(',', '')}"]) == 0
+    assert re.search(r"left for programs and their temporaries +\d", capsys.readouterr().out)
     monkeypatch.setattr("jaxstack.run.load.memory_per_device", lambda: 1000)
     assert main(asked) == 2
     assert "the weights take " in capsys.readouterr().err
