@@ -76,7 +76,7 @@ class ExitOnSignal:
     def _watch(self) -> None:
         while received := os.read(self._read, 1):
             if received[0] in STOP_SIGNALS and signal.getsignal(received[0]) is self._handler:
-                text = f"stopped by {signal_name(received[0])} outside of the training steps; nothing new to save"
+                text = f"stopped by {signal_name(received[0])} outside of the training steps; nothing is saved"
                 with contextlib.suppress(OSError):  # the terminal may be gone
                     os.write(2, f"{self._name}: {text}\n".encode())
                 os._exit(128 + received[0])

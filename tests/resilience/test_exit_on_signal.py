@@ -29,7 +29,7 @@ def test_a_signal_ends_with_one_line_before_jax_is_there(signum):
     process.send_signal(signum)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
-    text = f"a command: stopped by {NAMES[signum]} outside of the training steps; nothing new to save\n"
+    text = f"a command: stopped by {NAMES[signum]} outside of the training steps; nothing is saved\n"
     assert said == text
 
 
