@@ -291,9 +291,11 @@ class Engine:
         if isinstance(prompt, str | bytes):
             raise ConfigError("a prompt is a sequence of token ids; encode a text by the model's tokenizer first.")
         if len(prompt) + max_tokens > self.context:  # first, as the other checks look at every token
+            fit = self.context - len(prompt)
+            advice = f"at most {fit} new tokens fit" if fit > 0 else "shorten the prompt"
             raise ConfigError(
                 f"the prompt has {len(prompt)} tokens, which with {max_tokens} new tokens exceeds the context of "
-                f"{self.context} tokens; at most {max(0, self.context - len(prompt))} new tokens fit."
+                f"{self.context} tokens; {advice}."
             )
         wrong = next((token for token in prompt if not hasattr(token, "__index__")), None)
         if wrong is not None:

@@ -251,6 +251,7 @@ def test_a_constraint_limits_its_own_request_alone(decoder, engine):
         ([-1], 4, "at least 0; found -1"),
         ([1], 0, "max_tokens must be at least 1"),
         ([1] * 90, 11, "90 tokens, which with 11 new tokens exceeds the context of 100 tokens; at most 10"),
+        ([1] * 100, 1, "100 tokens, which with 1 new tokens exceeds the context of 100 tokens; shorten the prompt"),
     ],
 )
 def test_a_wrong_request_is_refused_with_the_reason(engine, prompt, count, message):
