@@ -314,6 +314,7 @@ class Loop:
         """Handle the end of the data before the last step: save a checkpoint and raise JaxstackError."""
         for metrics in pending:
             self._read(*metrics)
+        self._agree_on_skipped()
         kept = ""
         if self.checkpoints is not None and step > self.start:
             self._save(step)
@@ -347,8 +348,13 @@ class Loop:
         """Report a step that was skipped for a loss or gradient spike; raise JaxstackError after too many in a row."""
         self.log.say(self.skips.add(step, self.skipped, values, limits))
         self.excess = self.excess or self.skips.excess(step, self.skipped)
-        if self.excess is not None and not self.trainer.wrapper.reads_own_metrics:
+        if self.excess is not None and not self._reads_own_metrics:
             self._roll_back(*self.excess)
+
+    @property
+    def _reads_own_metrics(self) -> bool:
+        """True if other processes read the metrics of other models, see `StepWrapper.reads_own_metrics`."""
+        return self.trainer.wrapper.reads_own_metrics and jax.process_count() > 1
 
     def _agree_on_skipped(self) -> None:
         """Let processes that read the metrics of their own models know of one another's skipped steps.
@@ -358,7 +364,7 @@ class Loop:
         Raises:
           JaxstackError: too many steps of one of them were skipped.
         """
-        if not self.trainer.wrapper.reads_own_metrics:
+        if not self._reads_own_metrics:
             return
         told = all_gather(f"skipped-{next(_agreements)}", [self.skipped, self.excess], _AGREE_SECONDS)
         self.skipped = max(skipped for skipped, _ in told)

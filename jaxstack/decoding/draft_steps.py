@@ -130,11 +130,12 @@ class DraftLoop:
           newest: newest token of each row.
           recent: tokens of each row that a model runs again, the newest included; None: no model does.
           params, state: of the drafter.
-          steps: number of steps.
+          steps: largest number of steps; none runs after the last row has its COUNT tokens.
           mode: how tokens are sampled.
 
         Returns:
           For each step and row: D tokens, how many of them are the row's, the first ones, and how many were guessed.
+          Zeros of steps that did not run.
         """
         replayed = recent if self._target.replays else None
         variant = self._target.loop_variant(rows, len(rows) * self._width, replayed)
@@ -166,8 +167,12 @@ class DraftLoop:
         width = self._width
         rows, *before = first
 
-        def advance(step: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            newest, recent, before, found, pages, state = carry
+        def goes_on(carry: tuple[Any, ...]) -> jax.Array:
+            step, left, *_ = carry
+            return (step < steps) & left
+
+        def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            step, _, newest, recent, before, found, pages, state = carry
             now = rows.at[:, Column.START].add(before).at[:, Column.INDEX].add(before)
             now = now.at[:, Column.COUNT].set(jnp.minimum(rows[:, Column.COUNT] - before, width))
             runs = now[:, Column.COUNT] > 0
@@ -188,12 +193,15 @@ class DraftLoop:
             guessed = jnp.maximum(drafts.counts - 1, 0)
             found = found.at[step].set(jnp.column_stack([tokens, given, guessed]))
             state = self._drafter.extend(state, now, hidden[0], tokens, given)
-            return newest, recent, before + given, found, pages, state
+            after = before + given
+            left = jnp.any(after < rows[:, Column.COUNT])
+            return step + 1, left, newest, recent, after, found, pages, state
 
         with logical_axis_rules(target.model.rules, target.model.layout):
             found = jnp.zeros((self._most, len(rows), width + 2), jnp.int32)
-            carry = *before, jnp.zeros(len(rows), jnp.int32), found, pages, state
-            *_, found, pages, state = jax.lax.fori_loop(0, steps, advance, carry)
+            left = jnp.any(rows[:, Column.COUNT] > 0)
+            carry = jnp.int32(0), left, *before, jnp.zeros(len(rows), jnp.int32), found, pages, state
+            *_, found, pages, state = jax.lax.while_loop(goes_on, advance, carry)
         return found, state, pages
 
 

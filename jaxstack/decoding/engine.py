@@ -377,8 +377,6 @@ class Engine:
         plan = self.scheduler.plan(runner.busy)
         if plan is not None:
             runner.dispatch(plan)
-            self.stats.steps += plan.steps
-            self.stats.draft_steps += plan.steps * any(row.drafts for row in plan.decoded)
             self.stats.computed_tokens += sum(row.count for row in plan.chunks)
         if not runner.busy:
             return False
@@ -479,6 +477,8 @@ class Engine:
             if row.request.finish_reason is None:
                 row.set_accepted(len(tokens))
                 self._receive(row.request, tokens, scores)
+                if plan.drafts:
+                    self.scheduler.release_unused(row.request)
         if self.scheduler.choice is not None:
             rows = len(plan.decoded) if plan.shape is None else 0
             self.scheduler.choice.observe(rows, plan.drafts, plan.steps, given)

@@ -1,6 +1,6 @@
 """N-gram drafts between the steps of one program, where the device looks them up in the texts so far.
 
-The rule is that of `NGramDrafter`, so that the steps guess what the host would have guessed.
+The rule is that of `NGramDrafter`, in the newest tokens of a text.
 
 Dims: R rows, D tokens per row (the newest and its drafts, at the row's end), V vocabulary, L tokens of a text.
 """
@@ -46,10 +46,11 @@ class NGramSteps:
         self._width = width
         self._most = most
         self._texts = np.zeros((target.slots, target.room.length), np.int32)
-        self._owners: list[Request | None] = [None] * target.slots
+        self._owners = [0] * target.slots
+        """Number of the request whose text is in each slot's row."""
         self._counts = [0] * target.slots
-        whole = target.model.rules.sharding(jax.P())
-        self._loop = DraftLoop(target, self, width=width, most=most, layout=whole)
+        self._whole = target.model.rules.sharding(jax.P())
+        self._loop = DraftLoop(target, self, width=width, most=most, layout=self._whole)
 
     def run(
         self,
@@ -80,14 +81,14 @@ class NGramSteps:
             newest = known[-longest:]
             tokens[number, : len(newest)] = newest
             counts[number] = len(newest)
-        return NGramText(*jax.device_put((tokens, counts)))
+        return NGramText(*jax.device_put((tokens, counts), self._whole))
 
     def _know(self, request: Request) -> Int[np.ndarray, " L"]:
         """Return the text of a request as an array, of which only new tokens are copied."""
         slot = request.slot
         assert slot is not None
-        if self._owners[slot] is not request:
-            self._owners[slot] = request
+        if self._owners[slot] != request.number:
+            self._owners[slot] = request.number
             self._counts[slot] = 0
         before = self._counts[slot]
         self._counts[slot] = len(request.tokens)

@@ -31,7 +31,7 @@ class EngineStats:
       prompt_tokens: tokens of the prompts that have started.
       computed_tokens: prompt tokens that were computed, those after a preemption included.
       generated_tokens: tokens of answers.
-      steps: steps that were dispatched.
+      steps: steps whose tokens were read.
       draft_steps: those of them in which tokens were guessed.
       draft_tokens, accepted_tokens: tokens that were guessed, and those of them that were right.
       finished: answers by the reason of their end.
@@ -315,6 +315,11 @@ class Runner:
         asked = time.perf_counter_ns()
         tokens = np.asarray(sampled)
         self._read_at = time.perf_counter_ns()
+        loops = self._loops(plan)
+        if loops and plan.drafts:
+            plan.steps = max(1, int(tokens[..., -2].any(axis=1).sum()))  # the others did not run
+        self._stats.steps += plan.steps
+        self._stats.draft_steps += _count_guessing(plan, tokens, loops=loops)
         kind = "decode" if plan.shape is None else f"chunks {plan.shape.rows}x{plan.shape.width}"
         self._stats.programs[kind] += 1
         self._stats.nanoseconds[kind] += self._read_at - began
@@ -328,7 +333,6 @@ class Runner:
             for row, states in zip(plan.chunks, np.asarray(pooled), strict=False):
                 if row.request.pools:
                     row.request.add_states(row.start, states)
-        loops = self._loops(plan)
         if loops and plan.drafts:
             return plan, ((row, new, None) for row, new in self._read_draft_steps(plan, tokens))
         read = self._read_steps if loops else self._read_one
@@ -344,10 +348,7 @@ class Runner:
         """Dispatch what a draft model has to run before it guesses, see `StepPlan.behind`: here nothing."""
 
     def _loops(self, plan: StepPlan) -> bool:
-        """Return True if a plan runs as a program of several decode steps, which may also run a single one.
-
-        A single step with drafts does not.
-        """
+        """Return True if a plan runs as a program of several decode steps, as single steps without drafts do too."""
         if plan.shape is not None or self._steps == 1:
             return False
         if plan.drafts:
@@ -448,16 +449,22 @@ class Runner:
     ) -> Iterator[tuple[Row, list[int]]]:
         """Yield the tokens that several steps with drafts gave each row, from the results of `DraftLoop.run`."""
         for place, row in enumerate(plan.decoded):
-            steps = found[: plan.steps, place].tolist()
-            new = [token for *tokens, given, _ in steps for token in tokens[:given]]
-            row.last = next((given for *_, given, _ in reversed(steps) if given), 0)
-            self._count_drafts(sum(guessed for *_, guessed in steps), sum(max(0, given - 1) for *_, given, _ in steps))
+            new = list[int]()
+            for *tokens, given, guessed in found[: plan.steps, place].tolist():
+                if not given:
+                    break
+                new += tokens[:given]
+                row.last = given
+                self._count_drafts(row, guessed, given - 1)
+                if not row.request.stop_tokens.isdisjoint(tokens[:given]):
+                    break  # what follows is not part of the answer
             yield row, new
 
-    def _count_drafts(self, guessed: int, accepted: int) -> None:
+    def _count_drafts(self, row: Row, guessed: int, accepted: int) -> None:
         """Add a row's tokens that were guessed, and those of them that were right, to the statistics."""
-        self._stats.draft_tokens += guessed
-        self._stats.accepted_tokens += accepted
+        if row.request.finish_reason is None:
+            self._stats.draft_tokens += guessed
+            self._stats.accepted_tokens += accepted
 
     def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " samples"]) -> Iterator[_Read]:
         tokens = sampled.tolist()
@@ -465,7 +472,7 @@ class Runner:
         for place, row in enumerate(plan.decoded, 1):
             first = place * width - row.count
             accepted = accept(row.drafts, tokens[first : place * width])
-            self._count_drafts(len(row.drafts), len(accepted) - 1)
+            self._count_drafts(row, len(row.drafts), len(accepted) - 1)
             yield row, accepted, slice(first, first + len(accepted))
         first = len(tokens) - (0 if plan.shape is None else plan.shape.rows)
         for place, row in enumerate(plan.chunks, first):
@@ -573,11 +580,18 @@ class DraftRunner(Runner):
         accepted = sampled[-count:].tolist()
         for place, (row, kept) in enumerate(zip(plan.decoded, accepted, strict=False), 1):
             first = place * width - row.count
-            self._count_drafts(len(row.drafts), kept)
+            self._count_drafts(row, len(row.drafts), kept)
             yield row, tokens[first : first + kept + 1], slice(first, first + kept + 1)
         for place, row in enumerate(plan.chunks, count * width):
             if row.index is not None:
                 yield row, [tokens[place]], slice(place, place + 1)
+
+
+def _count_guessing(plan: StepPlan, tokens: np.ndarray, *, loops: bool) -> int:
+    """Return the number of a plan's steps in which tokens were guessed, given what it sampled."""
+    if loops and plan.drafts:
+        return int(tokens[..., -1].any(axis=1).sum())
+    return any(row.drafts for row in plan.decoded)
 
 
 def _is_extended(plan: StepPlan) -> bool:

@@ -69,7 +69,8 @@ class StepPlan:
       decoded: decode rows.
       chunks: prompt-chunk rows.
       shape: shape that the chunks are padded to; None without chunks.
-      steps: number of decode steps; 1 with chunks.
+      steps: number of decode steps; 1 with chunks. The largest number until those with drafts are read: they end when
+        no row has room left.
       drafts: the step runs as one with drafts, though a row may have none.
       behind: chunks of tokens that a draft model runs before it guesses, with their shapes, see `DraftLag`.
       alone: the chunks run in a program without decoded rows, see `widest_shapes`.
@@ -224,6 +225,13 @@ class Scheduler:
             self.pool.register(request.pages[index], digest)
             request.digests.append(digest)
 
+    def release_unused(self, request: Request) -> None:
+        """Release the pages of a running request that were allocated for drafts which were rejected."""
+        needed = -(-(request.filled + 1) // self.pool.page_size)
+        if request.slot is not None and len(request.pages) > needed:
+            self.pool.release(request.pages[needed:])
+            del request.pages[needed:]
+
     def _decodes(self, request: Request) -> bool:
         """Return True if a running request's prompt is done and its next token can be computed now."""
         stepwise = self._drafting or request.constraint is not None
@@ -273,6 +281,7 @@ class Scheduler:
     def _add_draft_steps(self, decoded: Sequence[Row], steps: int) -> int:
         """Let a plan have up to `steps` steps with drafts, all of which have pages for every draft; return how many."""
         width = 1 + self.draft_tokens
+        steps = min(steps, max((self._room(row.request) for row in decoded), default=1))
         for row in decoded:
             if not self._take_pages(row.request, row.start + min(steps * width, self._room(row.request))):
                 steps = (len(row.request.pages) * self.pool.page_size - row.start) // width

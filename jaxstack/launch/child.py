@@ -225,12 +225,15 @@ def find_stuck(
     """
     silent = set()
     quiet = set()
+    begun = any(record.phase != "other" for record in records.values())
     for rank, record in records.items():
         seconds = now - max(record.at, since)
         step = limits.timeout_of(record, suspended=True)
-        if seconds > limits.timeout_of(record) or (seconds > step and rank in suspended and suspended[rank]()):
+        # A rank without a phase has not come as far as the others, which may wait for it.
+        limit = limits.start if begun and record.phase == "other" else limits.timeout_of(record)
+        if seconds > limit or (seconds > step and rank in suspended and suspended[rank]()):
             silent.add(rank)
-        if seconds > limits.timeout_of(record) / 2:
+        if seconds > limit / 2:
             quiet.add(rank)
     if not silent:
         return None

@@ -235,7 +235,7 @@ class Server:
             _, prompt, _ = await self._submissions.encode_chat(refuse_on_error(lambda: body.as_chat_request))
         else:
             (prompt,) = await self._submissions.encode([body.prompt], opened=body.add_special_tokens is not False)
-        texts = self._submissions.texts_of(prompt) if body.return_token_strs else None
+        texts = await asyncio.to_thread(self._submissions.texts_of, prompt) if body.return_token_strs else None
         return JSONResponse(tokenize_body(prompt, self.engine.context, texts))
 
     async def _detokenize(self, request: Request) -> Response:

@@ -27,7 +27,7 @@ def test_a_run_is_timed_and_leaves_no_process(tmp_path):
 @pytest.mark.longer
 def test_a_run_that_hangs_ends_with_the_stacks_of_its_processes(tmp_path):
     with pytest.raises(SystemExit) as caught:
-        run_steps("configs/quickstart.yaml", tmp_path, "late", SMALL, processes=2, steps=4, warm_up=2, start_seconds=4)
+        run_steps("configs/quickstart.yaml", tmp_path, "late", SMALL, processes=2, steps=4, warm_up=2, start_seconds=1)
     message = str(caught.value)
     assert message.startswith("the run ended too early:") and "stacks of rank 1" in message and "File " in message
 

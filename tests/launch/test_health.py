@@ -32,6 +32,11 @@ def test_a_process_without_a_record_may_be_silent_but_not_suspended():
     assert find_stuck(record, LIMITS, 11, suspended={0: lambda: True}) == 0
 
 
+def test_a_rank_that_never_begins_is_named_before_those_that_wait_for_it():
+    records = {0: Record("start", beat=3, at=20.0), 1: Record("other", at=0.0)}
+    assert find_stuck(records, LIMITS, 99.0) is None and find_stuck(records, LIMITS, 101.0) == 1
+
+
 def test_a_run_sets_the_limit_of_its_steps():
     record = {0: Record("train", at=1000.0, step_limit=30.0)}
     assert find_stuck(record, LIMITS, 1029.0) is None and find_stuck(record, LIMITS, 1031.0) == 0

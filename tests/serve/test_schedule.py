@@ -195,9 +195,11 @@ class SimulatedDraft:
 def steps_with_drafts(step, rows, texts, recent, steps, most, width):
     """What a program of several steps gives; `step` takes rows, newest tokens and texts, and returns new tokens."""
     assert steps <= most
-    found = np.full((most, len(rows), width + 2), 250)
+    found = np.zeros((most, len(rows), width + 2), int)
     given = np.zeros(len(rows), int)
     for number in range(steps):
+        if (given >= rows[:, Column.COUNT]).all():
+            break
         now = rows.copy()
         now[:, Column.START] += given
         now[:, Column.COUNT] = np.minimum(rows[:, Column.COUNT] - given, width)
@@ -461,6 +463,23 @@ def test_many_waiting_prompts_start_in_one_step_if_they_fill_more_than_half_of_i
     assert shapes == [(1, 16, 1), (1, 16, 1), (4, 16, 4)]
     with pytest.raises(ValueError, match=r"step_tokens \(32\) must be at least engine.chunk \(64\)"):
         EngineConfig(chunk=64, step_tokens=32)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_steps_with_drafts_end_with_the_last_token(make_engine, draft):
+    """None runs for nothing; pages that were taken for rejected drafts are free again."""
+    config = EngineConfig(slots=1, page_size=4, pages=40, chunk=16, draft_tokens=3, drafts="always", decode_steps=8)
+    engine = make_engine(config, draft)
+    for count in (1, 2, 9, 20):
+        before = engine.stats.steps, engine.stats.draft_steps
+        handle = engine.submit([1, 2] * 4, count)
+        while engine.step():
+            filled = handle.filled if handle.slot is not None else 0
+            assert handle.slot is None or engine._runner.busy or len(handle.pages) == -(-(filled + 1) // 4)
+        assert handle.result() == answer([1, 2] * 4, count, None)
+        assert 1 <= engine.stats.steps - before[0] <= count, "the prompt's step gives a token, and each other one too"
+        assert engine.stats.draft_steps - before[1] < engine.stats.steps - before[0] or count == 1
+    assert engine.stats.programs["decode"] < engine.stats.steps - 4, "programs had several steps"
 
 
 @pytest.mark.parametrize("draft", [False, True])
