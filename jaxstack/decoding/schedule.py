@@ -231,6 +231,7 @@ class Scheduler:
         if request.slot is not None and len(request.pages) > needed:
             self.pool.release(request.pages[needed:])
             del request.pages[needed:]
+            request.described_pages = min(request.described_pages, needed)
 
     def _decodes(self, request: Request) -> bool:
         """Return True if a running request's prompt is done and its next token can be computed now."""
