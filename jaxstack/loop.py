@@ -120,7 +120,7 @@ class Loop:
         self.skips = SkippedSteps(settings.resilience)
         self.skipped = 0
         self.excess: tuple[int, str, str] | None = None
-        """What `SkippedSteps.excess` found."""
+        """After too many skipped steps: the last good step, the reason and advice, see `SkippedSteps.excess`."""
         self.state_check = StateCheck(settings.resilience.checksum_every_steps)
         self.signs = ProgressFile.of_this_process()
         self.signs.restart()

@@ -44,9 +44,9 @@ class NewestTokens(NamedTuple):
 
 
 class Drafter(Protocol):
-    """What guesses tokens within a program of several steps. Its state is part of the program's arguments and results.
+    """Interface of a method that guesses next tokens, such as a draft model, for programs of several steps.
 
-    All methods are traceable.
+    All methods are traceable. The state that they pass on, such as a cache, is an argument and a result of the program.
     """
 
     def guess(self, params: PyTree, rows: NewestTokens, mode: Int[Array, ""], state: Any) -> tuple[Drafts, Any]:

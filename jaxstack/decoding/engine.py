@@ -23,10 +23,11 @@ from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.draft_choice import DraftChoice
 from jaxstack.decoding.draft_model import DraftPrograms
+from jaxstack.decoding.draft_runner import DraftRunner
 from jaxstack.decoding.mtp_draft import PredictionPrograms, draft_cache_bytes, predicts_tokens
 from jaxstack.decoding.pages import PagePool
 from jaxstack.decoding.requests import Constraint, ConstraintFailed, FinishReason, Request
-from jaxstack.decoding.runner import DraftRunner, EngineState, EngineStats, Runner
+from jaxstack.decoding.runner import EngineState, EngineStats, Runner
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.schedule import Scheduler
 from jaxstack.decoding.scores import MOST_LIKELIEST

@@ -12,10 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxstack.decoding.config import EngineConfig
-from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.ngram_draft import accept
 from jaxstack.decoding.ngram_steps import NGramSteps
-from jaxstack.decoding.rows import Column, RecentTokens, choose_mode, newest_tokens, pad_chunks
+from jaxstack.decoding.rows import Column, RecentTokens, choose_mode, pad_chunks
 from jaxstack.decoding.sampling import Mode
 from jaxstack.decoding.schedule import Row, StepPlan
 from jaxstack.decoding.scores import unpack_scores
@@ -89,11 +88,11 @@ _LONGEST = 0.03
 """Seconds that a program of several decode steps should take at most, so that tokens keep coming and prompts start."""
 
 
-_Read: TypeAlias = tuple[Row, list[int], slice | tuple[slice, int]]
+RowTokensRead: TypeAlias = tuple[Row, list[int], slice | tuple[slice, int]]
 """A row, its new tokens, and their place among the samples of the step."""
 
 
-class _Arguments(NamedTuple):
+class StepArguments(NamedTuple):
     """Arguments of the compiled programs for one step of the engine; see `Programs.run`."""
 
     rows: Int[np.ndarray, "R columns"]
@@ -381,13 +380,13 @@ class Runner:
     def _run_one(self, plan: StepPlan) -> Int[Array, " samples"]:
         return self._run(plan, self._arguments(plan))
 
-    def _run(self, plan: StepPlan, arguments: _Arguments) -> Int[Array, " samples"]:
+    def _run(self, plan: StepPlan, arguments: StepArguments) -> Int[Array, " samples"]:
         count = len(arguments.rows)
         newest = self._newest(plan.decoded, count) if plan.drafts else None
         recent = self._recent(plan.decoded, count) if plan.drafts else None
-        return self.programs.run(*arguments, newest, recent, extended=_is_extended(plan))
+        return self.programs.run(*arguments, newest, recent, extended=is_extended(plan))
 
-    def _arguments(self, plan: StepPlan) -> _Arguments:
+    def _arguments(self, plan: StepPlan) -> StepArguments:
         programs = self.programs
         count = self._row_count(plan)
         rows = programs.table.describe(plan.decoded, count)
@@ -397,7 +396,7 @@ class Runner:
             chunks = programs.table.describe(plan.chunks, plan.shape.rows)
             tokens = pad_chunks(plan.chunks, plan.shape)
         mask = self._mask(plan, count * self._width_of(plan.drafts))
-        return _Arguments(rows, chunks, tokens, choose_mode(plan.rows) if mask is None else "limited", mask)
+        return StepArguments(rows, chunks, tokens, choose_mode(plan.rows) if mask is None else "limited", mask)
 
     def _newest(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "rows D"]:
         """Return each row's newest token and its draft tokens, int32 [rows, D]."""
@@ -431,7 +430,7 @@ class Runner:
             for place, row in zip(places, plan.rows, strict=True)
             if row.index is not None
         ]
-        if not _is_extended(plan) and all(constraint is None for _, constraint in constraints):
+        if not is_extended(plan) and all(constraint is None for _, constraint in constraints):
             return None
         total = decoded + (0 if plan.shape is None else plan.shape.rows)
         mask = np.full((total, self.programs.words), -1, np.int32)
@@ -440,7 +439,7 @@ class Runner:
                 constraint.fill_mask(mask[place])
         return mask
 
-    def _read_steps(self, plan: StepPlan, sampled: Int[np.ndarray, "steps rows"]) -> Iterator[_Read]:
+    def _read_steps(self, plan: StepPlan, sampled: Int[np.ndarray, "steps rows"]) -> Iterator[RowTokensRead]:
         for place, (row, tokens) in enumerate(zip(plan.decoded, sampled.T.tolist(), strict=False)):
             yield row, tokens[: row.count], (slice(row.count), place)
 
@@ -466,7 +465,7 @@ class Runner:
             self._stats.draft_tokens += guessed
             self._stats.accepted_tokens += accepted
 
-    def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " samples"]) -> Iterator[_Read]:
+    def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " samples"]) -> Iterator[RowTokensRead]:
         tokens = sampled.tolist()
         width = self._width_of(plan.drafts)
         for place, row in enumerate(plan.decoded, 1):
@@ -480,113 +479,6 @@ class Runner:
                 yield row, [tokens[place]], slice(place, place + 1)
 
 
-class DraftRunner(Runner):
-    """Runs the scheduler's planned steps with speculative decoding, in which a draft model proposes tokens.
-
-    Args:
-      programs, config, stats, row_counts, kinds: as in `Runner`.
-      draft: programs of the draft model.
-    """
-
-    def __init__(
-        self,
-        programs: Programs,
-        config: EngineConfig,
-        stats: EngineStats,
-        row_counts: Sequence[int],
-        kinds: Sequence[bool],
-        draft: DraftPrograms,
-    ):
-        super().__init__(programs, config, stats, row_counts, kinds)
-        self._draft = draft
-
-    def _compiling(self) -> contextlib.AbstractContextManager[None]:
-        return self._draft.compiling()
-
-    @property
-    def _runs_again(self) -> bool:
-        return self.programs.replays or self._draft.approximate
-
-    def _sample_padding(self, totals: Collection[int], *, drafts: bool) -> None:
-        if not drafts:  # the draft model's programs sample themselves
-            super()._sample_padding(totals, drafts=drafts)
-
-    def _run_empty(
-        self,
-        rows: Int[np.ndarray, "R columns"],
-        chunks: Int[np.ndarray, "Q columns"] | None,
-        tokens: Int[np.ndarray, "Q C"] | None,
-        *,
-        drafts: bool,
-    ) -> Int[Array, " found"]:
-        if not drafts:
-            sampled = super()._run_empty(rows, chunks, tokens, drafts=False)
-            if chunks is not None:
-                self._draft.fill(self.programs.table.describe([], len(rows)), chunks, tokens)
-            return sampled
-        newest = np.zeros(len(rows), np.int32)
-        return self._draft.run(rows, newest, chunks, tokens, "greedy", None, self._recent([], len(rows)))
-
-    def _run_each(
-        self,
-        rows: Int[np.ndarray, "R columns"],
-        chunks: Int[np.ndarray, "Q columns"] | None,
-        tokens: Int[np.ndarray, "Q C"] | None,
-        *,
-        drafts: bool,
-    ) -> None:
-        self._run_empty(rows, chunks, tokens, drafts=drafts)
-        if not drafts:
-            return
-        newest = np.zeros(len(rows), np.int32)
-        samples = len(rows) * self._width + (0 if chunks is None else len(chunks))
-        mask = np.full((samples, self.programs.words), -1, np.int32)
-        recent = self._recent([], len(rows))
-        self.programs.put_no_changes()
-        for extended in (False, True):
-            self._draft.run(rows, newest, chunks, tokens, "greedy", mask, recent, extended=extended)
-
-    def _run(self, plan: StepPlan, arguments: _Arguments) -> Int[Array, " found"]:
-        rows, chunks, tokens, mode, mask = arguments
-        if not plan.drafts:
-            sampled = super()._run(plan, arguments)
-            if chunks is not None:
-                self._draft.fill(self.programs.table.describe([], len(rows)), chunks, tokens)
-            return sampled
-        newest = newest_tokens(plan.decoded, len(rows))
-        recent = self._recent(plan.decoded, len(rows))
-        return self._draft.run(rows, newest, chunks, tokens, mode, mask, recent, extended=_is_extended(plan))
-
-    def _run_draft_steps(
-        self, decoded: Sequence[Row], rows: Int[np.ndarray, "R columns"], steps: int, mode: Mode
-    ) -> Int[Array, "steps R found"]:
-        recent = self._recent(decoded, len(rows))
-        return self._draft.run_steps(rows, newest_tokens(decoded, len(rows)), recent, steps, mode)
-
-    def _catch_up(self, plan: StepPlan) -> None:
-        for behind, shape in plan.behind:
-            self._draft.catch_up(self.programs.table.describe(behind, shape.rows), pad_chunks(behind, shape))
-
-    def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        self._draft.copy_states(copies)
-
-    def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " found"]) -> Iterator[_Read]:
-        if not plan.drafts:
-            yield from super()._read_one(plan, sampled)
-            return
-        count = self._row_count(plan)
-        width = self._width
-        tokens = sampled[:-count].tolist()
-        accepted = sampled[-count:].tolist()
-        for place, (row, kept) in enumerate(zip(plan.decoded, accepted, strict=False), 1):
-            first = place * width - row.count
-            self._count_drafts(row, len(row.drafts), kept)
-            yield row, tokens[first : first + kept + 1], slice(first, first + kept + 1)
-        for place, row in enumerate(plan.chunks, count * width):
-            if row.index is not None:
-                yield row, [tokens[place]], slice(place, place + 1)
-
-
 def _count_guessing(plan: StepPlan, tokens: np.ndarray, *, loops: bool) -> int:
     """Return the number of a plan's steps in which tokens were guessed, given what it sampled."""
     if loops and plan.drafts:
@@ -594,7 +486,7 @@ def _count_guessing(plan: StepPlan, tokens: np.ndarray, *, loops: bool) -> int:
     return any(row.drafts for row in plan.decoded)
 
 
-def _is_extended(plan: StepPlan) -> bool:
+def is_extended(plan: StepPlan) -> bool:
     """Return True if a request that gets a token has scores or changed logits."""
     return any(row.request.sampling.extended and row.index is not None for row in plan.rows)
 

@@ -44,7 +44,7 @@ class ProgressFile:
     def __init__(self, path: str | Path | None = None):
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600) if path else None
         self.is_read = self._handle is not None
-        """Whether a supervisor reads the file."""
+        """True if a launcher supervises this process, and reads the file."""
         self.record = Record("start")
         self._waited = 0.0
         self._depth = 0
