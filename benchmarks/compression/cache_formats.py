@@ -1,18 +1,21 @@
 """Held-out perplexity of a trained run with its cache, its weights or its activations in few bits.
 
-    python benchmarks/compression/cache_formats.py --run runs/quickstart --max-tokens 100000
+    python benchmarks/compression/cache_formats.py --train configs/quickstart.yaml train.steps=1500 --max-tokens 40000
+    python benchmarks/compression/cache_formats.py --run runs/quickstart    # a run that is trained already
 
 Each format of `precision.kv_cache` is evaluated on the run's held-out text, where every query sees rounded keys and
 values, so that the loss is that of decoding through the cache. The bits of a value are counted on the arrays of a cache
 in bfloat16. The rows of weights have the recipes `bct` and `cluster3`, with activations in the compute dtype and, for
 `bct`, in integers; and `bct_gptq`, calibrated on 128 sequences of the training text, also with an exponent for each
 token of the embedding. `accuracy` is the share of held-out tokens to which the model gives the highest probability.
+`model` is what was trained, or the directory of the run.
 """
 
 import argparse
 import dataclasses
 import functools
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.compression.compression_methods import calibration_batches
 from benchmarks.rows import append_rows, print_table, require_commit
+from benchmarks.trained import train_run
 from jaxstack.checkpoint.compressed import dense_parameter, named_leaves
 from jaxstack.compress.after_training.layerwise import compress_layers
 from jaxstack.compress.after_training.run import compress_leaves
@@ -195,23 +199,36 @@ def weight_rows(measurement: Measurement) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    """Measure all formats, and append their rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="run directory of a trained language model")
-    parser.add_argument("--max-tokens", type=int, help="held-out tokens (default: all)")
-    args = parser.parse_args()
-    require_commit(SCRIPT)
-    measurement = Measurement(args.run, args.max_tokens)
+def measure(directory: Path, max_tokens: int | None) -> list[dict[str, Any]]:
+    """Return the rows of a trained run."""
+    measurement = Measurement(directory, max_tokens)
     caches = cache_rows(measurement)
     plain = caches[0]["perplexity"]
     rows = [*caches, *weight_rows(measurement)]
-    device = jax.devices()[0].device_kind
+    size = sum(leaf.size for leaf in jax.tree.leaves(measurement.params))
     for row in rows:
-        row |= {"change_percent": 100 * (row["perplexity"] / plain - 1), "step": measurement.step, "device": device}
-        row |= {"devices": 1, "implementation": "jaxstack", "max_tokens": args.max_tokens}
+        row |= {"change_percent": 100 * (row["perplexity"] / plain - 1), "step": measurement.step, "parameters": size}
+        row |= {"device": jax.devices()[0].device_kind, "devices": 1, "implementation": "jaxstack"}
+    return rows
+
+
+def main() -> None:
+    """Measure all formats, and append their rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    trained = parser.add_mutually_exclusive_group(required=True)
+    trained.add_argument("--run", help="run directory of a trained language model")
+    trained.add_argument(
+        "--train", nargs="+", metavar="WORD", help="configuration to train first, as for jaxstack.train"
+    )
+    parser.add_argument("--max-tokens", type=int, help="held-out tokens (default: all)")
+    args = parser.parse_args()
+    require_commit(SCRIPT)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(args.run) if args.run else train_run(args.train[0], Path(folder), args.train[1:])
+        rows = measure(directory, args.max_tokens)
+    common = {"model": args.run or " ".join(args.train), "max_tokens": args.max_tokens}
     print_table(rows, COLUMNS)
-    append_rows(SCRIPT, rows)
+    append_rows(SCRIPT, [{**row, **common} for row in rows])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ benchmarks/results/shipped.jsonl.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,8 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.rows import append_rows, print_table, require_commit
+from benchmarks.trained import train_run
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "shipped"
 CONFIGS = ("configs/tiny-moe.yaml", "configs/stdlib-10min.yaml")
 COLUMNS = ("work", "steps", "tokens", "eval_loss", "eval_bits_per_byte", "seconds")
@@ -30,12 +29,9 @@ COLUMNS = ("work", "steps", "tokens", "eval_loss", "eval_bits_per_byte", "second
 def train(config: str, folder: Path) -> dict:
     """Train a configuration; return its row."""
     began = time.perf_counter()
-    command = [sys.executable, "-m", "jaxstack.train", "--config", config, f"run.dir={folder}", "run.name=shipped"]
-    ended = subprocess.run(command, cwd=ROOT, check=False).returncode
-    if ended:
-        raise SystemExit(f"{config} ended with {ended}")
+    run = train_run(config, folder)
     seconds = time.perf_counter() - began
-    lines = (folder / "shipped" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found: dict = {}
     for line in lines:
         found |= json.loads(line)

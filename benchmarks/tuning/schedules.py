@@ -1,6 +1,6 @@
 """Steps that each learning-rate schedule needs to a loss that a constant rate reaches, on real text.
 
-    python benchmarks/tuning/schedules.py                     # about 15 minutes on two free CPU cores
+    python benchmarks/tuning/schedules.py                     # about half an hour on two free CPU cores
     python benchmarks/tuning/schedules.py --steps 2400 --rates 1e-3 2e-3
     python benchmarks/tuning/schedules.py --set model.num_layers=2 model.hidden_size=64 data.tokenizer.vocab_size=1024
     python benchmarks/tuning/schedules.py --tiny              # a few steps of a tiny model
@@ -29,11 +29,12 @@ from benchmarks.steps import open_run, rates, run_as_command, run_process
 
 BASE = "constant"
 WARMUP = 50
+WARMED_UP = (BASE, "cosine", "linear", "wsd", "inverse_sqrt")
 SCHEDULES: dict[str, tuple[str, ...]] = {
-    BASE: ("schedule.name=constant", f"schedule.warmup_steps={WARMUP}"),
-    "cosine": ("schedule.name=cosine", f"schedule.warmup_steps={WARMUP}"),
+    **{name: (f"schedule.name={name}", f"schedule.warmup_steps={WARMUP}") for name in WARMED_UP},
     "one_cycle": ("schedule.name=one_cycle",),
 }
+"""Name of each schedule -> its settings; others have their defaults."""
 MODEL = (
     "model.preset=tiny", "train.global_batch_size=4", "train.sequence_length=128", "optimizer.b2=0.98",
     "parallel.data=-1",
