@@ -1,14 +1,15 @@
 """Generation with a few layers in memory at a time against the whole model: memory, time of a token, and the text.
 
-    python benchmarks/serving/layer_window.py                    # about a minute on two CPU cores
+    python benchmarks/serving/layer_window.py                    # 9 GB on disk and in memory
     python benchmarks/serving/layer_window.py --layers 8 --tokens 4 --no-rows
 
 A checkpoint with random weights is written in Hugging Face's format, and text is generated with --resident layers of it
 in memory at a time (TPI-LLM, Li et al. 2024, arXiv:2410.00531) and with the whole model, each in a process of its own.
 `peak_live_bytes` is the largest sum of the bytes of JAX's arrays (taken when a layer has been read), `bound_bytes` the
 sum of the window, the cache and the input of a layer, `resident_megabytes` the growth of the process's peak resident
-set from before the weights are read, which has the programs, their temporary arrays and the pages of files too. `less`
-is the share of the whole model's live bytes that is saved. Rows are appended to benchmarks/results/layer_window.jsonl.
+set (ru_maxrss of getrusage, which Linux shows as VmHWM) from before the weights are read, which has the programs, their
+temporary arrays and mapped pages of files too; `less` and `less_resident` are the shares of the whole model's that are
+saved. Rows are appended to benchmarks/results/layer_window.jsonl.
 """
 
 import argparse
@@ -32,7 +33,8 @@ from benchmarks.rows import append_rows, print_table, require_commit
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.layer_window import WindowDecoder
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.models import ModelConfig, Transformer, count_parameters, to_huggingface
+from jaxstack.models import ModelConfig, Transformer, count_parameters
+from jaxstack.models.huggingface import save
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import ModelParts, read_parameters
 from jaxstack.module_arrays.module import ModuleArrays
@@ -40,7 +42,8 @@ from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
 VOCABULARY = 4096
-COLUMNS = ("variant", "peak_live_bytes", "bound_bytes", "less", "resident_megabytes", "milliseconds", "same_text")
+COLUMNS = ("variant", "peak_live_bytes", "bound_bytes", "less", "resident_megabytes", "less_resident", "milliseconds",
+           "same_text")  # fmt: skip
 
 
 class MeasuredWindow(WindowDecoder):
@@ -64,10 +67,19 @@ def write_checkpoint(args: argparse.Namespace, directory: Path) -> int:
     """Write a checkpoint with random weights; return its number of parameters."""
     config = ModelConfig(
         vocab_size=VOCABULARY, hidden_size=args.hidden, num_layers=args.layers, num_heads=args.hidden // 64,
-        num_kv_heads=max(1, args.hidden // 256), intermediate_size=3 * args.hidden,
+        num_kv_heads=max(1, args.hidden // 256), intermediate_size=3 * args.hidden, scan_layers=False,
     )  # fmt: skip
-    module = ModuleArrays(lambda rngs: Transformer(config, rngs))
-    to_huggingface(module.merge(*jax.jit(module.init)(jax.random.key(0))), directory)
+    shapes = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x.shape
+        for path, x in jax.tree.leaves_with_path(ModuleArrays(lambda rngs: Transformer(config, rngs)).abstract_params)
+    }
+    rng = np.random.default_rng(0)
+
+    def draw(path: str) -> np.ndarray:
+        shape = shapes[path]
+        return np.ones(shape, np.float32) if len(shape) == 1 else 0.02 * rng.standard_normal(shape, np.float32)
+
+    save.write_checkpoint(draw, config, directory, max_shard_bytes=2**30)
     return count_parameters(config).total
 
 
@@ -123,11 +135,11 @@ def run_in_process(directory: Path, args: argparse.Namespace, *words: str) -> An
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=positive(int), default=48, help="layers")
-    parser.add_argument("--hidden", type=positive(int), default=512, help="width, a multiple of 64")
+    parser.add_argument("--layers", type=positive(int), default=80, help="layers")
+    parser.add_argument("--hidden", type=positive(int), default=1536, help="width, a multiple of 64")
     parser.add_argument("--resident", type=positive(int), help="layers in memory at a time (default: 2)")
     parser.add_argument("--prompt", type=positive(int), default=32, help="tokens of the prompt")
-    parser.add_argument("--tokens", type=positive(int), default=10, help="tokens of the answer, at least 3")
+    parser.add_argument("--tokens", type=positive(int), default=6, help="tokens of the answer, at least 3")
     parser.add_argument("--no-rows", action="store_true", help="print the rows only")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
@@ -147,9 +159,11 @@ def main() -> int:
     tokens = {name: result.pop("tokens") for name, result in found.items()}
     work = f"layer window {parameters / 1e6:,.0f}M parameters {args.layers} layers prompt {args.prompt} float32"
     live = found["whole"]["peak_live_bytes"]
+    resident_megabytes = found["whole"]["resident_megabytes"]
     rows = [
         {"work": work, "implementation": "jaxstack", "variant": name, **result,
          "same_text": tokens[name] == tokens["whole"], "less": 1 - result["peak_live_bytes"] / live,
+         "less_resident": 1 - result["resident_megabytes"] / resident_megabytes,
          "cpu_cores": os.cpu_count()}
         for name, result in found.items()
     ]  # fmt: skip

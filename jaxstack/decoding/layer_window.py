@@ -4,10 +4,10 @@ A thread reads the weights of the next layers while one layer runs (TPI-LLM, Li 
 output head counts as a layer; of the embedding only the rows of a step's tokens are read.
 """
 
+import concurrent.futures
 import functools
+import itertools
 import math
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -43,66 +43,49 @@ class StoredWeights(Protocol):
 
 
 class WeightWindow:
-    """Loads a model's layers in an endless cycle, ahead of their use, keeping only a few of them in device memory.
+    """Keeps some parts of a model in device memory; the others are read ahead of their use, in turns.
 
     Args:
-      count: number of parts; after the last comes the first again.
-      size: largest number of parts in device memory; with `count` or more, each is read once and kept.
+      count: number of parts, which are used in order; after the last comes the first again.
+      size: largest number of parts in device memory. Of fewer than `count`, two are read in turns, evenly spread over
+        the model, so that a part is read while others are used.
       read: reads one part into device memory.
     """
 
     def __init__(self, count: int, size: int, read: Callable[[int], Params]):
-        self._count = count
-        self._keeps = size >= count
-        self._parts: list[Params] = []
-        self._next = 0
-        self._ready: queue.Queue[Params | BaseException] = queue.Queue()
-        self._free = threading.Semaphore(size)
-        self._closed = False
-        self._thread = threading.Thread(target=self._read_ahead, args=(read,), name="weight window", daemon=True)
-        self._thread.start()
+        turns = 0 if size >= count else count - size + min(size, 2)
+        self.turns = [number * count // turns for number in range(turns)]
+        """Numbers of the parts that are read in turns."""
+        self.slots = min(size, 2, turns)
+        """Largest number of these parts in memory."""
+        self._read = read
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "weight window")
+        first = [number for number in range(count) if number not in self.turns[self.slots :]]
+        self._parts = {number: self._thread.submit(read, number) for number in first}
+        self._following = itertools.islice(itertools.cycle(self.turns), self.slots, None)
 
-    def take(self) -> Params:
-        """Return the weights of the next layer (or the output head), waiting until they are in device memory.
+    def take(self, number: int) -> Params:
+        """Return the weights of a part, waiting until they are in device memory.
 
         Raises:
           Exception: the error of the read, if it failed.
         """
-        number = self._next
-        self._next = (self._next + 1) % self._count
-        if number < len(self._parts):
-            return self._parts[number]
-        found = self._ready.get()
-        if isinstance(found, BaseException):
-            raise found
-        if self._keeps:
-            self._parts.append(found)
-        return found
+        return self._parts[number].result()
 
-    def release(self, weights: Params) -> None:
-        """Delete the weights of a layer from device memory after their use, which makes room for another layer."""
-        if not self._keeps:
-            for x in jax.tree.leaves(weights):
-                x.delete()
-            self._free.release()
+    def release(self, number: int, after: Array) -> None:
+        """Delete a part that was read in turn when `after` has been computed with it, and read another."""
+        if number not in self.turns:
+            return
+        jax.block_until_ready(after)
+        for x in jax.tree.leaves(self._parts.pop(number).result()):
+            x.delete()
+        following = next(self._following)
+        self._parts[following] = self._thread.submit(self._read, following)
 
     def close(self) -> None:
-        """Stop the thread that reads ahead, and drop the weights that it has read."""
-        self._closed = True
-        self._free.release()
-        self._thread.join()
-
-    def _read_ahead(self, read: Callable[[int], Params]) -> None:
-        number = 0
-        try:
-            while number < self._count or not self._keeps:
-                self._free.acquire()
-                if self._closed:
-                    return
-                self._ready.put(read(number % self._count))
-                number += 1
-        except Exception as error:  # raised where the weights are used
-            self._ready.put(error)
+        """Stop the thread that reads ahead, and drop all weights."""
+        self._thread.shutdown(cancel_futures=True)
+        self._parts.clear()
 
 
 class WindowDecoder(Decoder):
@@ -139,12 +122,13 @@ class WindowDecoder(Decoder):
         self.others = {name: self._read(name) for name in names}
         """Parameters that stay in device memory."""
         paths = [f"decoder/layers/{number}" for number in range(len(kinds))] + [self.head]
-        sizes = sorted((_bytes(self._dtypes(path)) for path in paths), reverse=True)
-        self.window_bytes = _bytes(self.others) + sum(sizes[:resident])
-        """Bytes of weights that are in device memory at most."""
         self.total_bytes = _bytes(self.params)
         """Bytes of all weights in the compute dtype."""
         self.window = WeightWindow(len(paths), resident, lambda number: self._read(paths[number]))
+        sizes = [_bytes(self._dtypes(path)) for path in paths]
+        turns = sorted((sizes.pop(number) for number in reversed(self.window.turns)), reverse=True)
+        self.window_bytes = _bytes(self.others) + sum(sizes) + sum(turns[: self.window.slots])
+        """Bytes of weights that are in device memory at most."""
 
     def load(self, params: Params, non_params: Params) -> None:
         """Set the parameters' shapes and dtypes (their values stay on disk) and the values of the other variables."""
@@ -169,8 +153,13 @@ class WindowDecoder(Decoder):
         return self.module.merge({**self.params, **parts}, self.non_params)
 
     def _read(self, path: str) -> Params:
-        """Read the parameters at or below a path from disk into device memory."""
-        return jax.device_put(self.stored.read(path, self._dtypes(path)), self.rules.sharding(jax.P()))
+        """Read the parameters at or below a path from disk into device memory, one at a time."""
+
+        def place(keys: tuple[Any, ...], like: Any) -> Array:
+            leaf = "/".join([path, *(key.key for key in keys)])
+            return jax.device_put(self.stored.read(leaf, like), self.rules.sharding(jax.P()))
+
+        return jax.tree.map_with_path(place, self._dtypes(path))
 
     def _dtypes(self, path: str) -> PyTree:
         return functools.reduce(lambda tree, key: tree[key], path.split("/"), self.params)
@@ -214,13 +203,12 @@ class WindowPrograms(Programs):
         ids = np.concatenate([part.ravel() for _, part in groups])
         x = self._enter(model.others, model.embedding_rows(ids)[None], groups)
         for number, index in enumerate(model.alike):
-            weights = model.window.take()
+            weights = model.window.take(number)
             x, self._pages[number] = self._layer(weights, x, groups, cache=self._pages[number], index=index)
-            jax.block_until_ready(x)
-            model.window.release(weights)
-        weights = model.window.take()
-        logits = jax.block_until_ready(self._leave(model.others, weights, x, groups))
-        model.window.release(weights)
+            model.window.release(number, x)
+        head = len(model.alike)
+        logits = self._leave(model.others, model.window.take(head), x, groups)
+        model.window.release(head, logits)
         return logits
 
     def _context(self, model: Transformer, groups: Sequence[RowTokens]) -> Context:

@@ -248,9 +248,10 @@ def layer_window() -> str:
         bound = row.get("bound_bytes")
         lines.append([row["variant"], f"{row['peak_live_bytes'] / 1e6:,.1f}", f"{bound / 1e6:,.1f}" if bound else "",
                       f"{row['less']:.1%}" if bound else "", f"{row['resident_megabytes']:,.0f}",
-                      f"{row['milliseconds']:,.0f}", "yes" if row["same_text"] else "no"])  # fmt: skip
+                      f"{row['less_resident']:.1%}" if bound else "", f"{row['milliseconds']:,.0f}",
+                      "yes" if row["same_text"] else "no"])  # fmt: skip
     titles = ["layers in memory", "live arrays at most, MB", "these layers, cache and input of a layer, MB", "saved",
-              "growth of the process, MB", "ms per token", "same text"]  # fmt: skip
+              "growth of the process, MB", "saved", "ms per token", "same text"]  # fmt: skip
     _, _, parameters, _, layers, _, _, prompt, dtype = run[0]["work"].split()
     about = f"{parameters} parameters in {layers} layers, prompt of {prompt} tokens, {dtype}"
     return f"{table(titles, lines)}\n\n{about}. {run[0]['cpu_cores']} cores; {provenance(run[0])}"

@@ -36,28 +36,31 @@ def tokens(decoder: Decoder, sampling: Sampling, count: int = 6) -> np.ndarray:
     return np.stack(list(decoder.generate(prompts, count, sampling, seed=3)))
 
 
-def test_parts_come_in_turns_and_never_more_than_the_window():
+@pytest.mark.parametrize(
+    ("size", "turns"), [(1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 3, 4]), (3, [0, 1, 2, 3]), (4, [0, 1, 3]), (5, []), (9, [])]
+)
+def test_some_parts_are_kept_and_the_others_read_in_turns(size, turns):
     live = set()
-    most = 0
+    read = []
 
     class Weight:
         def __init__(self, number):
             self.number = number
             live.add(self)
+            read.append(number)
+            most.append(len(live))
 
         def delete(self):
             live.remove(self)
 
-    window = WeightWindow(4, 2, lambda number: {"w": Weight(number)})
-    for turn in range(10):
-        weights = window.take()
-        assert weights["w"].number == turn % 4
-        most = max(most, len(live))
-        window.release(weights)
-    assert most <= 2
+    most = []
+    window = WeightWindow(5, size, lambda number: {"w": Weight(number)})
+    for use in range(15):
+        assert window.take(use % 5)["w"].number == use % 5
+        window.release(use % 5, jnp.zeros(()))
     window.close()
-    kept = WeightWindow(3, 3, lambda number: {"w": number})
-    assert [kept.take()["w"] for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert max(most) <= size and window.turns == turns
+    assert all(3 <= read.count(number) <= 4 if number in turns else read.count(number) == 1 for number in range(5))
 
 
 def test_a_failed_read_is_raised_where_the_weights_are_used():
@@ -65,7 +68,7 @@ def test_a_failed_read_is_raised_where_the_weights_are_used():
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        WeightWindow(2, 1, read).take()
+        WeightWindow(2, 1, read).take(0)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3-moe", "gpt2", "llama"])
@@ -91,8 +94,8 @@ def test_live_bytes_are_at_most_those_of_the_window_and_the_cache(tmp_path, monk
     live = []
     take = window.window.take
 
-    def watched():
-        taken = take()
+    def watched(number):
+        taken = take(number)
         arrays = [x for x in jax.live_arrays() if id(x) not in before and (x.shape, x.dtype) in kinds]
         # While the other thread places weights on the device, several arrays may share a buffer.
         live.append(sum({x.unsafe_buffer_pointer(): x.nbytes for x in arrays}.values()))

@@ -4,19 +4,19 @@ Without the kernel module nvidia-fs, kvikio reads through host memory and has no
 """
 
 import importlib
-import json
 import math
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxstack.models.huggingface.file_tensor import FileTensor
+
 DRIVER = Path("/proc/driver/nvidia-fs")
 """Exists where the kernel module nvidia-fs is loaded."""
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm] (a variable in jax's stubs)
-_DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
 
 class ByteReader(Protocol):
@@ -66,26 +66,20 @@ class DirectTensor:
     The bytes of the chosen rows (dim 0) are read; other dims are cut on the device.
 
     Args:
-      path: the file.
-      name: the tensor's name in it; its dtype is F32, F16 or BF16.
+      tensor: the tensor; its dtype is F32, F16 or BF16.
       device: where slices are placed.
       read: reads the bytes.
     """
 
-    def __init__(self, path: Path, name: str, device: Device, read: ByteReader):
-        with open(path, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(size))[name]
-        self._path = path
+    def __init__(self, tensor: FileTensor, device: Device, read: ByteReader):
+        self._tensor = tensor
         self._device = device
         self._read = read
-        self._shape: tuple[int, ...] = tuple(header["shape"])
-        self._dtype = jnp.dtype(_DTYPES[header["dtype"]])
-        self._begin = 8 + size + header["data_offsets"][0]
 
     def __getitem__(self, index: tuple[slice, ...]) -> jax.Array:
-        start, stop, _ = index[0].indices(self._shape[0])
-        row = math.prod(self._shape[1:]) * self._dtype.itemsize
-        raw = self._read(self._path, self._begin + start * row, (stop - start) * row, self._device)
-        values = lax.bitcast_convert_type(raw.reshape(-1, self._dtype.itemsize), self._dtype)
-        return values.reshape(stop - start, *self._shape[1:])[(slice(None), *index[1:])]
+        tensor = self._tensor
+        start, stop, _ = index[0].indices(tensor.shape[0])
+        row = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+        raw = self._read(tensor.path, tensor.begin + start * row, (stop - start) * row, self._device)
+        values = lax.bitcast_convert_type(raw.reshape(-1, tensor.dtype.itemsize), tensor.dtype)
+        return values.reshape(stop - start, *tensor.shape[1:])[(slice(None), *index[1:])]

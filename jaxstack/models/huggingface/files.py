@@ -1,14 +1,12 @@
 """Files of a Hugging Face checkpoint: config.json, and model.safetensors or several shards with an index."""
 
-import contextlib
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -16,12 +14,12 @@ from safetensors.numpy import save_file
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import LFS_POINTER
 from jaxstack.models.huggingface.direct_storage import ByteReader, Device, DirectTensor
+from jaxstack.models.huggingface.file_tensor import DTYPES, FileTensor, file_tensors
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
-_QUANTIZED = ("I8", "U8", "I32", "I64", "F8_E4M3")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -52,15 +50,7 @@ def list_tensors(directory: Path) -> list[str]:
         return []
 
 
-class _Place(NamedTuple):
-    """Location of a tensor: its open file, its name there, and the file's path."""
-
-    file: Any
-    name: str
-    path: Path
-
-
-class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
+class WeightFiles:
     """Tensors in the safetensors files of a checkpoint, read lazily by slices.
 
     Attributes:
@@ -72,22 +62,15 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._stack = contextlib.ExitStack()
-        self._places: dict[str, _Place] = {}
+        self._tensors: dict[str, FileTensor] = {}
         self._replaced: dict[str, Any] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
         for name, indexed in self._list_files().items():
-            file = self._open(directory / name)
-            names = set(file.keys())
-            missing = sorted(indexed - names)
+            tensors = self._find_tensors(directory / name)
+            missing = sorted(indexed - tensors.keys())
             if missing:
                 raise ConfigError(f"{directory / name} lacks tensors that {INDEX} places there: {_some(missing)}.")
-            for tensor in names:
-                self._places[tensor] = _Place(file, tensor, directory / name)
-                self.shapes[tensor] = tuple(file.get_slice(tensor).get_shape())
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+            self._tensors |= tensors
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def _list_files(self) -> dict[str, set[str]]:
         """List the checkpoint's weight files, each with the tensors that the index says it contains."""
@@ -112,9 +95,10 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
             files.setdefault(name, set()).add(tensor)
         return files
 
-    def _open(self, path: Path) -> Any:
+    def _find_tensors(self, path: Path) -> dict[str, FileTensor]:
         try:
-            return self._stack.enter_context(safe_open(str(path), framework="numpy"))
+            with safe_open(str(path), framework="numpy"):  # checks the header, and that the file has all tensors
+                return file_tensors(path)
         except FileNotFoundError:
             raise ConfigError(f"{path} is missing: {INDEX} names it.") from None
         except (SafetensorError, OSError, ValueError) as error:
@@ -137,7 +121,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
             new[name] = nested.get(inner, "") + name.removeprefix(inner)
         if not any(name.startswith(prefix) for name in new.values()):
             new = {old: name if name == unprefixed else prefix + name for old, name in new.items()}
-        self._places = {new[name]: place for name, place in self._places.items()}
+        self._tensors = {new[name]: tensor for name, tensor in self._tensors.items()}
         self.shapes = {new[name]: shape for name, shape in self.shapes.items()}
 
     def slices(self, name: str) -> Any:
@@ -148,11 +132,10 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         """
         if name in self._replaced:
             return self._replaced[name]
-        place = self._places[name]
-        found = place.file.get_slice(place.name)
-        if found.get_dtype() not in _DTYPES:
+        found = self._tensors[name]
+        if found.dtype_name not in _DTYPES:
             raise ConfigError(
-                f"{name} is {found.get_dtype()}: quantized weights are read in the formats of compressed-tensors only, "
+                f"{name} is {found.dtype_name}: quantized weights are read in the formats of compressed-tensors only, "
                 f"which {CONFIG} describes; give others in bfloat16 or float32."
             )
         return found
@@ -170,9 +153,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         """
         if name in self._replaced:
             return None
-        self.slices(name)  # refuses other dtypes
-        place = self._places[name]
-        return DirectTensor(place.path, place.name, device, read)
+        return DirectTensor(self.slices(name), device, read)
 
     def stored(self, name: str) -> Any:
         """Return a reader of slices of a tensor, quantized dtypes included; None if there is no such tensor.
@@ -180,13 +161,10 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         Raises:
           ConfigError: its dtype is one that no quantized weight has.
         """
-        place = self._places.get(name)
-        if place is None:
-            return None
-        found = place.file.get_slice(place.name)
-        if found.get_dtype() not in (*_DTYPES, *_QUANTIZED):
-            raise ConfigError(f"{name} is {found.get_dtype()}, not one of {', '.join((*_DTYPES, *_QUANTIZED))}.")
-        return _map_fp8(place) if found.get_dtype() == "F8_E4M3" else found
+        found = self._tensors.get(name)
+        if found is not None and found.dtype_name not in DTYPES:
+            raise ConfigError(f"{name} is {found.dtype_name}, not one of {', '.join(DTYPES)}.")
+        return found
 
     def replace(self, name: str, tensor: Any, parts: Iterable[str]) -> None:
         """Replace the tensors that make up one quantized weight by a single, virtual tensor.
@@ -222,15 +200,6 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         found = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
         if found:
             raise ConfigError(f"the weights in {self.directory} do not fit its {CONFIG}: {'; '.join(found)}.")
-
-
-def _map_fp8(place: _Place) -> np.ndarray:
-    """Memory-map an FP8 (e4m3) tensor as a NumPy array, which safetensors itself does not support."""
-    with open(place.path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        said = json.loads(file.read(size))[place.name]
-    start = 8 + size + said["data_offsets"][0]
-    return np.memmap(place.path, jnp.dtype(jnp.float8_e4m3fn), "r", start, tuple(said["shape"]))
 
 
 def _some(names: list[str]) -> str:

@@ -1,9 +1,8 @@
 """Import of Hugging Face checkpoints: each device reads only its shards of the parameters from the files.
 
-`ModelParts` reads single layers, and rows of embedding tables, from a checkpoint that stays open.
+`ModelParts` reads single layers, and rows of embedding tables.
 """
 
-import contextlib
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -137,22 +136,22 @@ def _read(
     read: ByteReader | None = None,
 ) -> Arrays:
     quantization = read_quantization(read_json(directory / CONFIG))
-    with WeightFiles(directory) as files:
-        leaves = find_leaves(config, family.tensors_in(files.shapes), family.prediction_prefix)
-        quantized = check_files(files, family, config, leaves, quantization)
-        found: Arrays = {}
-        kept: dict[str, PackedWeight] = {}
-        for leaf in leaves:
-            weight = _pack(quantized, leaf) if packed else None
-            if weight is None:
-                found[leaf.path] = _read_leaf(files, leaf, place(leaf), read)
-            else:
-                found[leaf.path] = weight = place_packed(weight, place(leaf), transposed=leaf.is_table)
-                kept |= dict.fromkeys(leaf.names, weight)
-        if quantization is not None:
-            for line in describe_quantization_differences(quantization, quantized, kept):
-                report(f"{directory}: {line}")
-        return found
+    files = WeightFiles(directory)
+    leaves = find_leaves(config, family.tensors_in(files.shapes), family.prediction_prefix)
+    quantized = check_files(files, family, config, leaves, quantization)
+    found: Arrays = {}
+    kept: dict[str, PackedWeight] = {}
+    for leaf in leaves:
+        weight = _pack(quantized, leaf) if packed else None
+        if weight is None:
+            found[leaf.path] = _read_leaf(files, leaf, place(leaf), read)
+        else:
+            found[leaf.path] = weight = place_packed(weight, place(leaf), transposed=leaf.is_table)
+            kept |= dict.fromkeys(leaf.names, weight)
+    if quantization is not None:
+        for line in describe_quantization_differences(quantization, quantized, kept):
+            report(f"{directory}: {line}")
+    return found
 
 
 def _pack(quantized: Mapping[str, AnyQuantized], leaf: Leaf) -> PackedWeight | None:
@@ -253,7 +252,7 @@ def read_chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Itera
         yield chunk
 
 
-class ModelParts(contextlib.AbstractContextManager["ModelParts"]):
+class ModelParts:
     """Parameters of a Hugging Face checkpoint, read from its files only when they are asked for.
 
     Args:
@@ -272,9 +271,6 @@ class ModelParts(contextlib.AbstractContextManager["ModelParts"]):
         check_files(self._files, family, config, leaves, None)
         self._leaves = {leaf.path: leaf for leaf in leaves}
 
-    def __exit__(self, *error: object) -> None:
-        self._files.__exit__(*error)
-
     def read(self, path: str, dtypes: Any) -> Any:
         """Read the parameters below a path such as `decoder/layers/3`, as nested dicts of NumPy arrays.
 
@@ -285,7 +281,7 @@ class ModelParts(contextlib.AbstractContextManager["ModelParts"]):
         if isinstance(dtypes, dict):
             return {key: self.read(f"{path}/{key}", inner) for key, inner in dtypes.items()}
         leaf = self._leaves[path]
-        chunks = [chunk.astype(dtypes.dtype) for chunk in read_chunks(self._files, leaf, whole(leaf.shape))]
+        chunks = [chunk.astype(dtypes.dtype, copy=False) for chunk in read_chunks(self._files, leaf, whole(leaf.shape))]
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
     def rows(self, path: str, numbers: Int[np.ndarray, " N"]) -> Float[np.ndarray, "N D"]:

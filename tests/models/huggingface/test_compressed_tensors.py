@@ -77,14 +77,14 @@ def test_values_are_those_of_the_library(kind):
     expected = json.loads((FIXTURES / kind / "dequantized.json").read_text())
     quantization = read_quantization(read_json(FIXTURES / kind / "config.json"))
     assert quantization is not None and len(expected) == 14
-    with WeightFiles(FIXTURES / kind) as files:
-        found = open_quantized(files, quantization)
-        assert {f"{module}.weight" for module in expected} == found.keys()
-        for module, digest in expected.items():
-            tensor = found[f"{module}.weight"]
-            whole = tensor[:]
-            assert hashlib.sha256(whole.astype(jnp.bfloat16).tobytes()).hexdigest() == digest, module
-            np.testing.assert_array_equal(tensor[3:9, 5:20], whole[3:9, 5:20])
+    files = WeightFiles(FIXTURES / kind)
+    found = open_quantized(files, quantization)
+    assert {f"{module}.weight" for module in expected} == found.keys()
+    for module, digest in expected.items():
+        tensor = found[f"{module}.weight"]
+        whole = tensor[:]
+        assert hashlib.sha256(whole.astype(jnp.bfloat16).tobytes()).hexdigest() == digest, module
+        np.testing.assert_array_equal(tensor[3:9, 5:20], whole[3:9, 5:20])
 
 
 @pytest.mark.quick

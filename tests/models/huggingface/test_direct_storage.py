@@ -14,6 +14,7 @@ from jaxstack.models import Transformer
 from jaxstack.models.huggingface import direct_storage, load
 from jaxstack.models.huggingface.direct_storage import DirectTensor, why_unavailable
 from jaxstack.models.huggingface.families import read_model_config
+from jaxstack.models.huggingface.file_tensor import file_tensors
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
@@ -36,7 +37,7 @@ def test_slices_are_those_of_the_file(tmp_path, dtype):
     whole = np.arange(60).reshape(5, 4, 3).astype(jnp.dtype(dtype))
     save_file({"before": np.ones(7, np.float32), "x": whole}, tmp_path / "x.safetensors")
     read = Reader()
-    tensor = DirectTensor(tmp_path / "x.safetensors", "x", jax.devices()[1], read)
+    tensor = DirectTensor(file_tensors(tmp_path / "x.safetensors")["x"], jax.devices()[1], read)
     found = tensor[1:3, 1:4, 0:2]
     assert found.devices() == {jax.devices()[1]} and found.dtype == whole.dtype
     np.testing.assert_array_equal(found, whole[1:3, 1:4, :2])

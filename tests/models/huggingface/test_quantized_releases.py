@@ -81,13 +81,13 @@ def test_experts_in_mxfp4_are_read_exactly(gpt_oss):
 def test_any_slice_of_experts_in_mxfp4_is_read(gpt_oss):
     folder, _, values = gpt_oss
     name = "model.layers.1.mlp.experts.down_proj"
-    with WeightFiles(folder) as files:
-        found = Mxfp4Experts(files, name)
-        part = (slice(1, 3), slice(5, 31), slice(2, 9))
-        np.testing.assert_array_equal(found[part], values[name][part])
-        packed = found.pack(slice(1, None, 2))
-        assert packed is not None
-        np.testing.assert_array_equal(packed.matrix(), values[name][..., 1::2].swapaxes(1, 2))
+    files = WeightFiles(folder)
+    found = Mxfp4Experts(files, name)
+    part = (slice(1, 3), slice(5, 31), slice(2, 9))
+    np.testing.assert_array_equal(found[part], values[name][part])
+    packed = found.pack(slice(1, None, 2))
+    assert packed is not None
+    np.testing.assert_array_equal(packed.matrix(), values[name][..., 1::2].swapaxes(1, 2))
 
 
 def test_scales_that_do_not_fit_the_blocks_are_refused(gpt_oss, tmp_path):
