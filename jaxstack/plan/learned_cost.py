@@ -361,10 +361,16 @@ def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
     return float(np.sum(first * second) / (count * (count - 1)))
 
 
-def read_programs(path: str | Path) -> list[MeasuredProgram]:
-    """Read the measured programs that `benchmarks/planning/learned_cost.py` wrote."""
+def read_programs(path: str | Path, device: str | None = None) -> list[MeasuredProgram]:
+    """Read the measured programs that `benchmarks/planning/learned_cost.py` wrote.
+
+    Args:
+      path: the benchmark's rows.
+      device: kind of device of the programs, such as `NVIDIA H200` or `cpu`; default: all.
+    """
     lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return [_program(json.loads(line)) for line in lines if line.strip()]
+    rows = [json.loads(line) for line in lines if line.strip()]
+    return [_program(row) for row in rows if device in (None, row["device"])]
 
 
 def _program(row: Mapping[str, Any]) -> MeasuredProgram:

@@ -4,8 +4,6 @@ claims.yaml lists the claims and what shows each; results come from the rows of 
 test, or one that its row contradicts, is an error. A row whose code has changed since its commit bears a mark.
 """
 
-import functools
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +13,24 @@ import yaml
 from scripts.pages import fields, performance
 from scripts.pages.page import Page, escaped, table
 from scripts.pages.rows import RESULTS, ROOT, Row, compare, newest_rows, read_all
+from scripts.pages.stale import has_history, is_stale
 
 LIST = ROOT / "scripts" / "pages" / "claims.yaml"
 VERDICTS = ("met", "missed", "in part", "not shown")
 MARK = "†"
 """Mark of a result whose code has changed since its commit, or whose commit is in no history here."""
 TITLES = ("technique", "claim", "what was run", "result", "commit", "date", "verdict")
-STEP_CODE = ("jaxstack/models", "jaxstack/step.py", "jaxstack/gradients", "jaxstack/optim", "pallas_kernels")
-"""Paths of the code that computes a train step."""
+MODEL_CODE = (
+    "attention", "block.py", "config.py", "embedding.py", "initialization.py", "layer.py", "linear.py", "mixers",
+    "mlp.py", "moe", "moe_layer.py", "norm.py", "remat.py", "rope.py", "stack.py", "transformer.py",
+)  # fmt: skip
+KERNEL_CODE = ("attention", "cross_entropy", "fused_mlp", "grouped_gemm", "hopper", "normalization", "pointwise")
+STEP_CODE = (
+    *(f"jaxstack/models/{name}" for name in MODEL_CODE),
+    *(f"pallas_kernels/{name}" for name in KERNEL_CODE),
+    *(f"jaxstack/{name}" for name in ("gradients", "loss.py", "optim/build.py", "step.py")),
+)
+"""Paths of the code that computes a train step; claims.yaml calls them `train step`."""
 
 
 class ClaimError(SystemExit):
@@ -107,9 +115,9 @@ def _results(name: str, described: Mapping[str, Any]) -> list[Result]:
     rows = [row for row in read_all(RESULTS / f"{described['file']}.jsonl") if _fits(row, where)]
     if not rows:
         raise ClaimError(f"{name}: no row of {described['file']} that can be repeated has {where}.")
-    if absent := [path for path in described["code"] if not (ROOT / path).exists()]:
+    code = tuple(one for path in described["code"] for one in (STEP_CODE if path == "train step" else (path,)))
+    if absent := [path for path in code if not (ROOT / path).exists()]:
         raise ClaimError(f"{name}: there is no {absent[0]}, which a row of {described['file']} measures.")
-    code = tuple(described["code"])
     try:
         return [Result(r, described["show"].format_map(r), code, _reached(r, described)) for r in newest_rows(rows)]
     except KeyError as error:
@@ -161,28 +169,10 @@ def _examples() -> Iterable[Claim]:
     for row in fields.newest_rows():
         missed = [criterion for criterion, met in row["checks"].items() if not met]
         shown = f"{row['measure']}: {fields.number(row['ours'])}"
-        result = Result(row, shown, (f"docs/examples/fields/{row['work']}.py",), not missed)
+        code = (f"docs/examples/fields/{row['work']}.py", "jaxstack/trainer.py", "jaxstack/step.py")
+        result = Result(row, shown, code, not missed)
         verdict = "missed" if missed else "met"
         yield Claim(fields.title(row), row["claim"], verdict, [result], section="Examples of other fields")
-
-
-def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-@functools.cache
-def has_history() -> bool:
-    """Return True if the commits of rows can be looked up: in a clone with its whole history."""
-    try:
-        return _git("rev-parse", "--is-shallow-repository").stdout.strip() == "false"
-    except OSError:
-        return False
-
-
-@functools.cache
-def is_stale(commit: str, code: tuple[str, ...]) -> bool:
-    """Return True if files below the paths `code` differ from those of a commit, or the commit is unknown."""
-    return _git("diff", "--quiet", commit, "--", *code).returncode != 0
 
 
 def mark(result: Result) -> str:
@@ -226,7 +216,8 @@ READING = f"""
   far as the time of `.ci/run` allows), so their commit is *each*.
 - **verdict**: *met*; *missed*: the newest row does not reach the claim; *in part* and *not shown* say what is missing.
 - {MARK} The code that the row measured has changed since its commit, or the commit is not in this repository's history:
-  the result may have changed too.
+  the result may have changed too. Of a time or a loss this is all that ran, of a ratio what its two sides differ in.
+  Comments, docstrings and layout are no code: files are compared as syntax trees (`scripts/pages/stale.py`).
 
 """
 

@@ -18,9 +18,9 @@ from jaxstack.cost_model.forecast import forecast, training_budget
 from jaxstack.cost_model.search import describe_degrees
 from jaxstack.plan.cluster_search import SearchOptions, search_cluster
 from jaxstack.run_config import load_config
-from scripts.pages.page import Page
+from scripts.pages.page import Page, table_of
 from scripts.pages.page import spaced_table as table
-from scripts.pages.rows import RESULTS, ROOT
+from scripts.pages.rows import RESULTS, ROOT, read_newest_run
 
 COMPILED = ROOT / "tests" / "cost_model" / "data" / "compiled_memory.jsonl"
 EXAMPLES = {
@@ -173,6 +173,19 @@ def compiled() -> str:
     return f"{table(titles, lines)}\n\nMedian of the absolute differences: {middle:.1f} %."
 
 
+def learned_errors() -> str:
+    """Return the errors of the roofline and of its learned correction for each family, by the newest run."""
+    rows = read_newest_run(RESULTS / "learned_cost_errors.jsonl")
+    if not rows:
+        return "Not measured yet; `python benchmarks/planning/learned_cost.py` measures it."
+    columns = {"programs": "{family}", "number": "{programs}", "roofline's error": "{roofline_error:.1%}",
+               "learned": "{learned_error:.1%}", "roofline's τ": "{roofline_tau:.2f}",
+               "learned τ": "{learned_tau:.2f}"}  # fmt: skip
+    return f"{table_of(columns, rows)}\n\n" + "{device}, `{command}`, {date:.10}, commit {commit:.7}.".format_map(
+        rows[0]
+    )
+
+
 PARTS: dict[str, Callable[[], str]] = {
     **{f"example {name}": lambda name=name: example(name) for name in EXAMPLES},
     "measured": lambda: measured(filter(calibrates, usual_rows("train_step"))),
@@ -181,6 +194,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "other steps": lambda: measured(other_steps()),
     "choices": choices,
     "compiled": compiled,
+    "learned": learned_errors,
 }
 """Name of a part of the page -> the function that makes it."""
 

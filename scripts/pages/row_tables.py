@@ -6,7 +6,9 @@ from pathlib import Path
 
 from scripts.pages.rows import RATE, Row, read_rows
 
-ELSEWHERE = ("recovery", "fields", "compression", "compressed_models", "cache_formats", "web", "families")
+ELSEWHERE = (
+    "recovery", "fields", "compression", "compressed_models", "cache_formats", "web", "families", "learned_cost_errors",
+)  # fmt: skip
 """Results that another page is made from."""
 PARTS_OF_A_START = (
     "imports", "devices and model", "lowering", "compilation", "report", "state", "data", "first step",
