@@ -54,6 +54,18 @@ def append_rows(script: str, rows: Iterable[Mapping[str, Any]]) -> None:
             file.write(json.dumps({"devices": 1, **row, **common}) + "\n")
 
 
+def read_own_rows(script: str) -> list[dict[str, Any]]:
+    """Return the stored rows of a script that were measured with the present files, oldest first.
+
+    A measurement that goes on after a stop, or is compared with a stored one, takes these: others may be of other code.
+    """
+    path = RESULTS / f"{script}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    present = commit_fields(allow_uncommitted=True)
+    return [row for row in map(json.loads, lines) if row["commit"] == present["commit"]
+            and row.get("uncommitted") == present.get("uncommitted")]  # fmt: skip
+
+
 def require_commit(script: str) -> None:
     """Refuse to start a measurement whose rows would be refused at its end.
 

@@ -7,14 +7,13 @@
 
 Every row trains on the same batches in the same order, with the same schedule. `data_parallel` splits the same devices
 along `data`, and what it sends counts as bytes between workers; it is measured first if no row of it with the same
-settings is stored. `bytes_per_step` is what each device sends to other workers in a step on average, read from the
-compiled programs; `relative_loss` is the held-out loss relative to that of data parallelism. Further words are
+settings and commit is stored. `bytes_per_step` is what each device sends to other workers in a step on average, read
+from the compiled programs; `relative_loss` is the held-out loss relative to that of data parallelism. Further words are
 overrides of the configuration.
 Rows are appended to benchmarks/results/islands.jsonl.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.arguments import positive
-from benchmarks.rows import RESULTS, SCRATCH, append_rows, print_table, require_commit
+from benchmarks.rows import SCRATCH, append_rows, print_table, read_own_rows, require_commit
 from benchmarks.steps import open_run, run_as_command
 
 METHODS = {
@@ -109,11 +108,10 @@ def bytes_per_step(trainer: Any) -> float:
 
 
 def stored_base(script: str, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the newest stored row of data parallelism with these fields; None if there is none."""
-    path = RESULTS / f"{script}.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    """Return the newest row of data parallelism at this commit with these fields; None if there is none."""
     wanted = {"method": BASE, **wanted}
-    return next((row for row in reversed(rows) if all(row.get(key) == value for key, value in wanted.items())), None)
+    rows = reversed(read_own_rows(script))
+    return next((row for row in rows if all(row.get(key) == value for key, value in wanted.items())), None)
 
 
 def measure(args: argparse.Namespace, names: list[str], given: list[str]) -> None:

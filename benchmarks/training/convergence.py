@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.arguments import positive
 from benchmarks.picture import Panel, draw
 from benchmarks.reports import events, report
-from benchmarks.rows import RESULTS, append_rows, print_table
+from benchmarks.rows import RESULTS, append_rows, print_table, read_own_rows
 from benchmarks.steps import open_run, rates, run_as_command
 from benchmarks.training.learning import Point, count_matmuls, learn, mean_loss
 
@@ -157,10 +157,8 @@ def compare(row: Row, base: Mapping[str, Any] | None) -> None:
 
 
 def kept_rows(name: str, work: str) -> dict[str, Row]:
-    """Return the newest row with a curve of each recipe of this work, of all runs."""
-    path = RESULTS / f"{name}.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [row for row in map(json.loads, lines) if row["work"] == work and len(row["curve"]) > 1]
+    """Return the newest row with a curve of each recipe of this work, of all runs at this commit."""
+    rows = [row for row in read_own_rows(name) if row["work"] == work and len(row["curve"]) > 1]
     return {row["variant"]: row for row in rows}
 
 

@@ -15,9 +15,9 @@ loss to reach: `steps_to_loss` is the step at which the mean over a tenth of the
 `seconds_to_loss` the training time until there without the first step. On a CPU these are seconds of processor time,
 which hold on a machine that does other work too. `state_bytes` is the optimizer's state.
 
-Every run is a row of benchmarks/results/optimizers.jsonl. Runs that have a row are not repeated: a command that was
-stopped goes on, and `--minutes` ends it before a run that would take longer. `python -m scripts.pages` shows
-the results in docs/optimizers.md.
+Every run is a row of benchmarks/results/optimizers.jsonl. Runs that have a row of the same commit are not repeated: a
+command that was stopped goes on, and `--minutes` ends it before a run that would take longer. `python -m scripts.pages`
+shows the results in docs/optimizers.md.
 """
 
 import argparse
@@ -38,7 +38,7 @@ import optax
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.arguments import positive
-from benchmarks.rows import RESULTS, SCRATCH, append_rows, print_table, require_commit
+from benchmarks.rows import SCRATCH, append_rows, print_table, read_own_rows, require_commit
 from benchmarks.steps import open_run
 from benchmarks.training.learning import Point, learn, mean_loss
 from jaxstack.optim.base import Optimizer, RunInfo
@@ -258,10 +258,8 @@ def _place(row: Row) -> tuple[bool, float, float]:
 
 
 def stored_rows(script: str, same: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the newest row of each run that has these values, of all commands so far."""
-    path = RESULTS / f"{script}.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [row for row in map(json.loads, lines) if all(row.get(key) == value for key, value in same.items())]
+    """Return the newest row of each run at this commit that has these values, of all commands so far."""
+    rows = [row for row in read_own_rows(script) if all(row.get(key) == value for key, value in same.items())]
     return list({(row["optimizer"], row["power"], row["seed"]): row for row in rows}.values())
 
 

@@ -3,6 +3,7 @@
     python benchmarks/tuning/schedules.py                     # about half an hour on two free CPU cores
     python benchmarks/tuning/schedules.py --steps 2400 --rates 1e-3 2e-3
     python benchmarks/tuning/schedules.py --set model.num_layers=2 model.hidden_size=64 data.tokenizer.vocab_size=1024
+    python benchmarks/tuning/schedules.py --schedules cosine  # beside the constant rate only
     python benchmarks/tuning/schedules.py --tiny              # a few steps of a tiny model
 
 The model of configs/quickstart.yaml trains on its text, Python's standard library, with each schedule at each peak
@@ -113,6 +114,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=positive(int), default=1200, help="steps of each run")
     parser.add_argument("--rates", type=positive(float), nargs="+", default=[1.5e-3, 3e-3, 6e-3], help="peak rates")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME",
+                        help=f"schedules beside {BASE} (default: all)")  # fmt: skip
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides of every run")
     parser.add_argument("--timeout", type=positive(float), default=1200, help="seconds a run may take")
     parser.add_argument("--tiny", action="store_true", help="a tiny model; rows go to tiny/")
@@ -127,9 +130,9 @@ def main() -> None:
     work = f"{model}, {steps} steps of real text"
     measured: dict[str, dict[float, dict[str, Any]]] = {}
     rows: list[dict[str, Any]] = []
-    for name, settings in SCHEDULES.items():
+    for name in dict.fromkeys([BASE, *args.schedules]):
         for rate in args.rates:
-            overrides = [*MODEL, *settings, *(TINY if args.tiny else ()), *args.set, f"train.steps={steps}"]
+            overrides = [*MODEL, *SCHEDULES[name], *(TINY if args.tiny else ()), *args.set, f"train.steps={steps}"]
             command = [__file__, "--worker", *overrides, f"optimizer.learning_rate={rate}"]
             row = run_process(f"{name}, rate {rate:g}", command, args.timeout)
             if row:

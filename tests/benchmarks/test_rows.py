@@ -49,6 +49,17 @@ def test_a_row_of_uncommitted_files_is_refused_unless_asked_for(checkout, tmp_pa
     assert written(tmp_path)[0]["uncommitted"] == [name]
 
 
+def test_rows_of_other_code_are_not_taken_for_those_of_a_stopped_command(checkout, monkeypatch):
+    monkeypatch.setenv(rows.UNCOMMITTED, "1")
+    rows.append_rows("x", [{"work": "a"}])
+    assert [row["work"] for row in rows.read_own_rows("x")] == ["a"]
+    assert rows.read_own_rows("y") == []
+    (checkout / "jaxstack" / "a.py").write_text("two\n")
+    assert rows.read_own_rows("x") == []
+    rows.append_rows("x", [{"work": "b"}])
+    assert [row["work"] for row in rows.read_own_rows("x")] == ["b"]
+
+
 def test_a_manifest_stands_in_for_git(checkout, tmp_path, monkeypatch):
     sources.seal(tmp_path / "commit.json", checkout)
     commit = sources.read_sources(checkout).commit
