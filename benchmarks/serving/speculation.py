@@ -9,19 +9,22 @@ prompts are the beginnings of this repository's own sources, which models traine
 seen; the answers are greedy, and stop at no token. Variants: none; n-gram (tokens that followed the newest tokens
 earlier in the text); draft model (Leviathan et al. 2022, arXiv:2211.17192); draft model whose attention sublayers run
 together in groups of --together (EasySpec, Wu et al. 2025, arXiv:2502.02493). All of their steps have drafts; where
-they are `chosen`, those have that are measured to be faster (`engine.drafts: auto`). Each is measured with one request
-at a time and with each number of --at-once, for --seconds after a first turn that does not count; a turn answers all
-prompts. `acceptance` is the share of drafts that were accepted, `drafted` that of the steps that had drafts,
-`tokens_per_step` of single requests the tokens that a run of the model gave, `same_text` the share of answers that
-equal those without drafts; in bfloat16 other numbers of rows can change the choice between tokens of almost equal
-probability. The trials of a choice are part of the time. Rows are appended to benchmarks/results/speculation.jsonl.
+they are `chosen`, those have that are measured to be faster (`engine.drafts: auto`). Each is measured with one client
+and with each number of --at-once, for --seconds after all prompts were answered once; a client asks one prompt after
+another, so that the number of running requests stays the same. `acceptance` is the share of drafts that were accepted,
+`drafted` that of the steps that had drafts, `tokens_per_step` of single requests the tokens that a run of the model
+gave, `same_text` the share of answers that equal those without drafts; in bfloat16 other numbers of rows can change the
+choice between tokens of almost equal probability. The trials of a choice are part of the time. Rows are appended to
+benchmarks/results/speculation.jsonl.
 """
 
 import argparse
+import itertools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +47,8 @@ from jaxstack.run.load import Run, load
 from jaxstack.serve.config import EngineConfig
 
 GREEDY = Sampling(temperature=0.0)
+_PROMPTS = 16
+"""Prompts at least, as how well drafts are accepted depends on the text."""
 COLUMNS = ("variant", "tokens_per_second_per_device", "times_without", "acceptance", "drafted", "tokens_per_step",
            "same_text", "measured_seconds", "start_seconds")  # fmt: skip
 
@@ -57,7 +62,7 @@ class Measured(NamedTuple):
     drafted: float
     tokens_per_step: float
     whole: float
-    """Seconds that all turns took."""
+    """Seconds of the measurement."""
 
 
 def make_prompts(run: Run, count: int, length: int) -> list[list[int]]:
@@ -75,29 +80,26 @@ def make_prompts(run: Run, count: int, length: int) -> list[list[int]]:
 
 
 def measure(engine: Engine, prompts: Sequence[list[int]], tokens: int, least: float, at_once: int) -> Measured:
-    """Answer all prompts, so many at once, again and again for at least so many seconds, after a first time."""
-
-    def turn() -> list[list[int]]:
-        answers = list[list[int]]()
-        for first in range(0, len(prompts), at_once):
-            some = prompts[first : first + at_once]
-            with engine.together():
-                handles = [engine.submit(prompt, tokens, GREEDY, stop_tokens=()) for prompt in some]
-            answers += [handle.result() for handle in handles]
-        return answers
-
-    turn()
+    """Answer prompts, so many at once, for at least so many seconds, after each has been answered once."""
+    answers = [engine.submit(prompt, tokens, GREEDY, stop_tokens=()) for prompt in prompts]
+    found = [answer.result() for answer in answers]
     before = _counts(engine.stats)
     began = time.perf_counter()
-    turns = 0
-    answers = list[list[int]]()
-    while (whole := time.perf_counter() - began) < least or not turns:
-        answers = turn()
-        turns = turns + 1
-    count = turns * tokens * len(prompts)
+    numbers = itertools.count()
+
+    def ask() -> None:
+        while time.perf_counter() < began + least:
+            number = next(numbers) % len(prompts)
+            found[number] = engine.submit(prompts[number], tokens, GREEDY, stop_tokens=()).result()
+
+    with ThreadPoolExecutor(at_once) as clients:
+        for client in [clients.submit(ask) for _ in range(at_once)]:
+            client.result()
+    whole = time.perf_counter() - began
+    count = next(numbers) * tokens
     steps, drafted, drafts, accepted = (now - then for now, then in zip(_counts(engine.stats), before, strict=True))
     acceptance = accepted / drafts if drafts else None
-    return Measured(whole / count, answers, acceptance, drafted / steps, count / steps, whole)
+    return Measured(whole / count, found, acceptance, drafted / steps, count / steps, whole)
 
 
 def _counts(stats: EngineStats) -> tuple[int, ...]:
@@ -110,9 +112,11 @@ def variants(draft: Decoder, args: argparse.Namespace) -> Iterator[tuple[str, di
     count = {"draft_tokens": args.draft_tokens, "drafts": "always"}
     yield "none", {}, None
     for words, model in (("n-gram", None), ("draft model", draft)):
-        yield f"{words}, {args.draft_tokens} drafts", count, model
-        yield f"{words}, {args.draft_tokens} drafts, chosen", {**count, "drafts": "auto"}, model
-    if args.together > 1:
+        if "always" in args.drafts:
+            yield f"{words}, {args.draft_tokens} drafts", count, model
+        if "auto" in args.drafts:
+            yield f"{words}, {args.draft_tokens} drafts, chosen", {**count, "drafts": "auto"}, model
+    if args.together > 1 and "always" in args.drafts:
         words = f"draft model, {args.draft_tokens} drafts, {args.together} layers together"
         yield words, {**count, "draft_layers_together": args.together}, draft
 
@@ -131,7 +135,7 @@ def measure_all(args: argparse.Namespace, write: Callable[[dict[str, Any]], None
     """Measure every variant; hand each row to `write` at once, and return all rows."""
     run, draft = open_models(args)
     most = max(args.at_once)
-    prompts = make_prompts(run, most, args.prompt)
+    prompts = make_prompts(run, max(most, _PROMPTS), args.prompt)
     sizes = [count_parameters(each.decoder.config).matmul / 1e6 for each in (run, draft)]
     work = f"speculation {sizes[0]:,.0f}M draft {sizes[1]:,.0f}M prompt {args.prompt} tokens {args.tokens}"
     rows = list[dict[str, Any]]()
@@ -169,6 +173,8 @@ def main() -> int:
     parser.add_argument("--prompt", type=positive(int), default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=positive(int), default=256, help="tokens of an answer")
     parser.add_argument("--draft-tokens", type=positive(int), default=4, help="drafts per step")
+    parser.add_argument("--drafts", nargs="+", default=["always", "auto"], choices=["always", "auto"],
+                        help="steps with drafts: all, or where they are faster (default: both)")  # fmt: skip
     parser.add_argument("--together", type=positive(int), default=2, help="layers of the draft model (1: leave out)")
     parser.add_argument("--seconds", type=positive(float), default=4.0, help="duration of each measurement")
     parser.add_argument("--no-rows", action="store_true", help="print the rows only")

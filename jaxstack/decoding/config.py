@@ -44,8 +44,8 @@ class EngineConfig(Component):
     queue: int = Field(default=256, ge=0)
     """Largest number of requests that wait for a slot; further ones are refused (HTTP status 429)."""
     decode_steps: int = Field(default=8, ge=1, le=64)
-    """Largest number of decode steps in one program, while no prompt has to be computed. Its tokens arrive together,
-    so that programs that would take longer than 30 ms get fewer steps."""
+    """Largest number of decode steps in one program, while no prompt has to be computed, or a quarter of that of steps
+    with drafts. Its tokens arrive together, so that programs that would take longer than 30 ms get fewer steps."""
     steps_ahead: int = Field(default=2, ge=0)
     """Number of steps that are queued on the device before the host reads the tokens of the oldest one."""
     half_batches_from: int | None = Field(default=None, ge=2)
@@ -69,6 +69,15 @@ class EngineConfig(Component):
     steps without any of them run programs of their own."""
     adapter_rank: int = Field(default=16, ge=1)
     """Largest rank of these adapters."""
+
+    @property
+    def draft_steps(self) -> int:
+        """Largest number of steps with drafts in one program.
+
+        It is larger than that of steps without, as the device waits for the host between two such programs: only when
+        their tokens are read can the next one be planned.
+        """
+        return 4 * self.decode_steps if self.decode_steps > 1 else 1
 
     @model_validator(mode="after")
     def _a_chunk_fits_into_a_step(self) -> "EngineConfig":

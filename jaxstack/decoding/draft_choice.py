@@ -2,7 +2,8 @@
 
 A step with drafts gives a row several tokens, but takes longer, and its tokens have to be read before the next step can
 be planned, where steps without drafts run ahead of the host. What is faster depends on the number of rows, on the
-models and on the text.
+models and on the text. How many tokens n-gram drafts give can be counted without a step that has them
+(`jaxstack.decoding.ngram_draft.Foreseen`), so that only durations have to be measured; other drafts have to be tried.
 """
 
 import statistics
@@ -23,6 +24,10 @@ _SHARE = 0.01
 """Share of the time that may be lost by trials."""
 _LEAST = 0.2
 """Share of its time that a trial costs at least, which limits how often equally fast kinds are tried."""
+_ASSUMED = 1.25
+"""Duration of a step with drafts beside one without, until both are measured."""
+_MARGIN = 1.05
+"""Times as fast that foreseen drafts have to be, as each change waits for the device."""
 
 
 class DraftChoice:
@@ -30,23 +35,32 @@ class DraftChoice:
 
     The kind that takes fewer seconds for a token of a row is used: the median duration of its newest steps, divided by
     the mean number of tokens that they gave a row. At first that is steps without drafts. The other kind is tried for
-    some steps whenever the time that trials have lost so far is less than a hundredth of all time. The first step of
-    a kind after another is not measured, as its time includes waiting for the steps before it; nor are steps with
-    chunks of prompts.
+    some steps whenever the time that trials have lost so far is less than a hundredth of all time. If the number of
+    tokens is foreseen there are no trials: steps have drafts while their foreseen tokens make up for their duration.
+    The first step of a kind after another is not measured, as its time includes waiting for the steps before it; nor
+    are steps with chunks of prompts.
 
     Args:
       clock: returns the time in seconds.
+      foresees: the number of tokens that drafts give is known before they are tried, and given to `wants`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, foresees: bool = False):
         self._clock = clock
+        self.foresees = foresees
         self._sizes = defaultdict[int, _Size](_Size)
         self._time = clock()
         self._before: tuple[int, bool] | None = None
 
-    def wants(self, rows: int) -> bool:
-        """Return True if the next step of this number of decoded rows is to have drafts."""
-        return self._sizes[_size(rows)].wants
+    def wants(self, rows: int, foreseen: float = 1.0) -> bool:
+        """Return True if the next step is to have drafts.
+
+        Args:
+          rows: number of decoded rows.
+          foreseen: tokens that a step with drafts would give a row, in the mean; used if the choice `foresees`.
+        """
+        size = self._sizes[_size(rows)]
+        return size.gains(foreseen) if self.foresees else size.wants
 
     def observe(self, rows: int, drafts: bool, steps: int, tokens: int) -> None:
         """Take into account a step whose tokens have just been read.
@@ -62,11 +76,16 @@ class DraftChoice:
         self._time = now
         before = self._before
         self._before = None
-        # After a change of its mind, steps of the other kind may still arrive.
-        if rows and self.wants(rows) == drafts:
-            kind = (_size(rows), drafts)
-            self._sizes[kind[0]].add(seconds, steps, tokens / rows, steady=before == kind)
+        kind = (_size(rows), drafts)
+        size = self._sizes[kind[0]]
+        if rows and self.foresees:
             self._before = kind
+            if before == kind:
+                size.measure(drafts, seconds, steps, tokens / rows)
+        # After a change of its mind, steps of the other kind may still arrive.
+        elif rows and size.wants == drafts:
+            self._before = kind
+            size.add(seconds, steps, tokens / rows, steady=before == kind)
 
 
 class _Size:
@@ -85,6 +104,16 @@ class _Size:
         """True if steps are to have drafts: those of the best kind, or of the other one during a trial."""
         return self._best if self._trial is None else not self._best
 
+    def gains(self, foreseen: float) -> bool:
+        """Return True if steps with drafts that give a row so many tokens are faster, by their measured durations."""
+        plain, drafted = self._kinds[False], self._kinds[True]
+        slower = drafted.step_seconds / plain.step_seconds if plain.known and drafted.known else _ASSUMED
+        return plain.known and foreseen > _MARGIN * slower
+
+    def measure(self, drafts: bool, seconds: float, steps: int, tokens: float) -> None:
+        """Add the duration of a step of either kind, or of several as one program; see `add`."""
+        self._kinds[drafts].add(seconds / steps, steps, tokens)
+
     def add(self, seconds: float, steps: int, tokens: float, *, steady: bool) -> None:
         """Add a step of the wanted kind, or several as one program.
 
@@ -96,7 +125,7 @@ class _Size:
         """
         kind = self._kinds[self.wants]
         if steady:
-            kind.add(seconds / steps, steps, tokens)
+            self.measure(self.wants, seconds, steps, tokens)
         if self._trial is not None:
             # Of what is not measured all time counts, such as that of tokens that a draft model had to catch up with;
             # but not in the first trial, where programs may be compiled.
@@ -128,10 +157,12 @@ class _Kind:
     """Newest measurements of steps of one kind.
 
     Attributes:
+      step_seconds: median duration of a step.
       seconds: seconds for a token of a row.
     """
 
     def __init__(self):
+        self.step_seconds = 0.0
         self.seconds = 0.0
         self._measured = deque[tuple[float, int, float]]()
         self._steps = 0
@@ -146,7 +177,8 @@ class _Kind:
             _, steps, tokens = self._measured.popleft()
             self._steps -= steps
             self._tokens -= tokens
-        self.seconds = statistics.median(seconds for seconds, _, _ in self._measured) * self._steps / self._tokens
+        self.step_seconds = statistics.median(seconds for seconds, _, _ in self._measured)
+        self.seconds = self.step_seconds * self._steps / self._tokens
 
     @property
     def known(self) -> bool:

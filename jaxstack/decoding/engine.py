@@ -89,6 +89,7 @@ class Engine:
         self.adapters = AdapterPlaces(model, self.config.adapters, self.config.adapter_rank)
         # The engine of a window of layers has its own programs, which keep no hidden states.
         predicts = draft is None and make_programs is None and predicts_tokens(model, self.config)
+        by_ngram = draft is None and not predicts
         models = [model] if draft is None else [model, draft]
         room = choose_room(models, self.config, partial(draft_cache_bytes, model) if predicts else lambda room: 0)
         self.context = room.length
@@ -107,7 +108,7 @@ class Engine:
             self.pool,
             self.config.draft_tokens,
             draft_model=draft is not None or predicts,
-            choice=DraftChoice() if _chooses_drafts(self.config, steps) else None,
+            choice=DraftChoice(foresees=by_ngram) if _chooses_drafts(self.config, steps) else None,
             states=states or predicts,
         )
         self.programs = (make_programs or Programs)(
@@ -151,9 +152,9 @@ class Engine:
         kinds = (False, True) if chooses else (self.config.draft_tokens > 0,)
         if draft is not None:
             config = self.config
-            drafts = DraftPrograms(self.programs, draft, width, config.draft_layers_together, config.decode_steps)
+            drafts = DraftPrograms(self.programs, draft, width, config.draft_layers_together, config.draft_steps)
         elif predicts:
-            drafts = PredictionPrograms(self.programs, width, self.config.decode_steps)
+            drafts = PredictionPrograms(self.programs, width, self.config.draft_steps)
         else:
             return Runner(self.programs, self.config, self.stats, steps.decode, kinds)
         self.scheduler.approximate |= drafts.approximate

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 
 LENGTHS = (3, 2)
 """Lengths of the newest n-gram to look up, in this order; the first that is found is used."""
+_KEPT = 0.9
+"""Weight of a step in `Foreseen` beside that of the next one."""
+_FIRST = 4.0
+"""Steps without an accepted draft from which `Foreseen` starts, as nothing is known of an answer then."""
 
 
 class NGramDrafter:
@@ -44,6 +48,42 @@ class NGramDrafter:
             if place is not None:
                 return tuple(self._tokens[place : place + count])
         return ()
+
+
+class Foreseen:
+    """Counts how many tokens steps with n-gram drafts would give an answer, whether its steps have drafts or not.
+
+    A guess costs the host a look-up, and the tokens that follow tell how much of it was right.
+
+    Args:
+      drafter: what guesses, with the text so far.
+      count: number of drafts of a step.
+    """
+
+    def __init__(self, drafter: NGramDrafter, count: int):
+        self._drafter = drafter
+        self._count = count
+        self._steps = _FIRST
+        self._tokens = _FIRST
+        self._guessed = drafter.guess(count)
+        self._right = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean number of tokens that a step would have given, in which the newest steps count most."""
+        return self._tokens / self._steps
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append new tokens of the answer to the drafter's text, and compare them with its guesses."""
+        for token in tokens:
+            self._drafter.extend([token])
+            if self._right < len(self._guessed) and self._guessed[self._right] == token:
+                self._right += 1
+                continue
+            self._steps = _KEPT * self._steps + 1
+            self._tokens = _KEPT * self._tokens + self._right + 1
+            self._guessed = self._drafter.guess(self._count)
+            self._right = 0
 
 
 def accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:

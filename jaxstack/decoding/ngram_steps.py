@@ -67,12 +67,12 @@ class NGramSteps:
           described: from `RowTable.describe`, of these and padding.
           recent, steps, mode: as in `DraftLoop.run`.
         """
-        text = self._text_of(rows, len(described))
+        text = NGramText._make(self._text_of(rows, len(described)))
         newest = newest_tokens(rows, len(described))
         return self._loop.run(described, newest, recent, (), text, steps=steps, mode=mode)[0]
 
-    def _text_of(self, rows: Sequence[Row], count: int) -> NGramText:
-        """Return the newest tokens of each row, with room for those of a program."""
+    def _text_of(self, rows: Sequence[Row], count: int) -> tuple[Int[np.ndarray, "R L"], Int[np.ndarray, " R"]]:
+        """Return the newest tokens of each row, with room for those of a program, and their number."""
         longest = min(self._texts.shape[1], _LONGEST_TEXT)
         tokens = np.zeros((count, longest + self._most * self._width), np.int32)
         counts = np.zeros(count, np.int32)
@@ -81,7 +81,7 @@ class NGramSteps:
             newest = known[-longest:]
             tokens[number, : len(newest)] = newest
             counts[number] = len(newest)
-        return NGramText(*jax.device_put((tokens, counts), self._whole))
+        return tokens, counts
 
     def _know(self, request: Request) -> Int[np.ndarray, " L"]:
         """Return the text of a request as an array, of which only new tokens are copied."""

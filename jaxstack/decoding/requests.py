@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxstack.decoding.adapter_places import PlacedAdapter
-from jaxstack.decoding.ngram_draft import NGramDrafter
+from jaxstack.decoding.ngram_draft import Foreseen, NGramDrafter
 from jaxstack.decoding.pages import ROOT
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.scores import TokenScore, unpack_scores
@@ -151,6 +151,7 @@ class Request:
         self.branch = 0
         self.described_pages = -1
         self._ngrams: NGramDrafter | None = None
+        self._foreseen: Foreseen | None = None
 
     def __iter__(self) -> Iterator[int]:
         """Yield each token of the answer once, waiting until it is generated.
@@ -218,10 +219,20 @@ class Request:
 
     def draft_by_ngram(self, count: int) -> tuple[int, ...]:
         """Guess up to `count` next tokens by finding the last n-gram earlier in the text. For the engine only."""
-        if self._ngrams is None:
-            self._ngrams = NGramDrafter(self.tokens)
-        self._ngrams.extend(self.tokens[self._ngrams.count :])
+        self.foresee_by_ngram(count)
+        assert self._ngrams is not None
         return self._ngrams.guess(count)
+
+    def foresee_by_ngram(self, count: int) -> float:
+        """Return how many tokens a step with up to `count` n-gram drafts can be expected to give. For the engine only.
+
+        All calls have the same `count`, but for the last tokens of an answer.
+        """
+        if self._ngrams is None or self._foreseen is None:
+            self._ngrams = NGramDrafter(self.tokens)
+            self._foreseen = Foreseen(self._ngrams, count)
+        self._foreseen.extend(self.tokens[self._ngrams.count :])
+        return self._foreseen.tokens_per_step
 
     def add_states(self, start: int, pooled: Float[np.ndarray, "2 D"]) -> None:
         """Add the sum of the hidden states of prompt tokens from `start` on, and the last one. For the engine only."""

@@ -139,6 +139,7 @@ class Runner:
         self._kinds = kinds
         self._width = 1 + config.draft_tokens  # tokens per decoded row: the newest token and its draft tokens
         self._steps = config.decode_steps
+        self._draft_steps = config.draft_steps
         self._drafted = False  # the newest step was one with drafts
         self._in_flight = deque[_Dispatched]()
         self._step_seconds = {False: 0.0, True: 0.0}
@@ -161,15 +162,15 @@ class Runner:
 
         Where their number is a constant of the program it does not depend on times, which differ between processes.
         """
-        return self._steps if self.programs.constant_steps else self._most_steps(drafts=False)
+        return self._steps if self.programs.constant_steps else self._limit_steps(self._steps, drafts=False)
 
     @property
     def most_draft_steps(self) -> int:
         """Maximum number of steps with drafts to run as one program."""
-        return self._most_steps(drafts=True) if self._loops_drafts else 1
+        return self._limit_steps(self._draft_steps, drafts=True) if self._loops_drafts else 1
 
-    def _most_steps(self, *, drafts: bool) -> int:
-        return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds[drafts], 1e-6))))
+    def _limit_steps(self, most: int, *, drafts: bool) -> int:
+        return max(1, min(most, int(_LONGEST / max(self._step_seconds[drafts], 1e-6))))
 
     @property
     def _loops_drafts(self) -> bool:
@@ -178,7 +179,7 @@ class Runner:
 
     @functools.cached_property
     def _ngrams(self) -> NGramSteps:
-        return NGramSteps(self.programs, self._width, self._steps)
+        return NGramSteps(self.programs, self._width, self._draft_steps)
 
     def warm_up(
         self, shapes: Sequence[ChunkShape], page: Sequence[int], alone: Sequence[ChunkShape] = ()

@@ -186,7 +186,7 @@ class Scheduler:
             no step with drafts be planned: requests that started in different steps would never be decoded together.
         """
         decoding = [request for request in self.running if self._generates(request)]
-        drafts = self._wants_drafts(len(decoding))
+        drafts = self._wants_drafts(decoding)
         if in_flight and (drafts or self._drafting):
             return None
         # Steps without drafts go on from caches that have all tokens, exactly.
@@ -242,20 +242,27 @@ class Scheduler:
         """Return True if a running request's prompt is done, and further tokens of its answer are to be computed."""
         return request.filled >= request.target and self._room(request) > 0
 
-    def _wants_drafts(self, rows: int) -> bool:
-        """Return True if the next step, which decodes so many rows, is to have drafts."""
+    def _wants_drafts(self, decoding: Sequence[Request]) -> bool:
+        """Return True if the next step, which decodes these requests, is to have drafts."""
         if not self.draft_tokens:
             return False
-        return self.choice is None or (rows > 0 and self.choice.wants(rows))
+        if self.choice is None or not decoding:
+            return self.choice is None
+        foreseen = sum(map(self._foresee, decoding)) / len(decoding) if self.choice.foresees else 1.0
+        return self.choice.wants(len(decoding), foreseen)
+
+    def _foresee(self, request: Request) -> float:
+        """Return how many tokens a step with n-gram drafts can be expected to give a request."""
+        return request.foresee_by_ngram(self.draft_tokens) if _takes_drafts(request) else 1.0
 
     def _room(self, request: Request) -> int:
         """Return how many more tokens a request may generate within its own limit and the context length."""
         return min(request.max_tokens - request.sampled, self.context - request.filled)
 
     def _guess(self, request: Request) -> tuple[int, ...]:
-        """Return draft tokens for a request; none if the choice after each depends on those before it in other ways."""
+        """Return draft tokens for a request."""
         count = min(self.draft_tokens, self._room(request) - 1)
-        if count < 1 or request.constraint is not None or request.sampling.changes_logits:
+        if count < 1 or not _takes_drafts(request):
             return ()
         if self._lag is not None:
             return (-1,) * count if self.catches_up or request.drafted >= request.filled else ()
@@ -454,6 +461,11 @@ class Scheduler:
         self._restored = []
         alone = not decoded and not self._drafting and shape in self.shapes_alone
         return StepPlan(decoded, chunks, shape, steps, restored, kept, alone, self._drafting, behind)
+
+
+def _takes_drafts(request: Request) -> bool:
+    """Return False if the choice after each draft depends on those before it in other ways than by the model."""
+    return request.constraint is None and not request.sampling.changes_logits
 
 
 def _order(request: Request) -> tuple[int, int]:

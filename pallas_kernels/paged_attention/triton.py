@@ -11,12 +11,14 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.low_bits.encoded import Encoded
+from pallas_kernels.low_bits.codecs import Fp8Codec
+from pallas_kernels.low_bits.encoded import Encoded, Stored
 from pallas_kernels.paged_attention.request import PagedAttentionRequest
 from pallas_kernels.target import multiprocessors
 from pallas_kernels.triton_support import triton_call, unsupported_target
 
 _LEAST_CAPABILITY = (8, 0)
+_LEAST_CAPABILITY_OF_FP8 = (8, 9)
 _MOST_ROWS = 64
 """Pairs of a new token and a query head per key head: rows of one tile."""
 _SHARED_WIDTHS = (64, 128, 256, 512)
@@ -73,6 +75,7 @@ class PagedAttentionPlan:
         ranges: number of programs that share the keys of a sequence and head.
         scale, soft_cap, window: see `PagedAttentionRequest`.
         sinks: True if each query head has an attention sink.
+        fp8: True if keys and values are in FP8 (e4m3); products are then computed in float16.
     """
 
     new_tokens: int
@@ -89,6 +92,7 @@ class PagedAttentionPlan:
     soft_cap: float | None
     window: int | None
     sinks: bool = False
+    fp8: bool = False
 
     @property
     def key_block(self) -> int:
@@ -137,15 +141,20 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
 
 def unsupported_tile(request: PagedAttentionRequest) -> str | None:
     """Return why the kernels cannot compute a tile of this call's queries, or None; a call may have many tiles."""
-    if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
-        return reason
     q = request.q
-    k_pages = request.k_pages
-    v_pages = request.v_pages
-    if isinstance(k_pages, Encoded) or isinstance(v_pages, Encoded):
-        return f"reads no pages in few bits; got {request}"
-    if q.dtype != k_pages.dtype or v_pages.dtype != k_pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs queries, keys and values in bfloat16 or float16; got {q.dtype} and {k_pages.dtype}"
+    k_pages = _numbers(request.k_pages)
+    v_pages = _numbers(request.v_pages)
+    if k_pages is None or v_pages is None:
+        return f"reads no pages in fewer bits than FP8, or with scales; got {request}"
+    fp8 = _is_fp8(request)
+    if reason := unsupported_target(request.target, _LEAST_CAPABILITY_OF_FP8 if fp8 else _LEAST_CAPABILITY):
+        return reason
+    if (
+        q.dtype not in (jnp.bfloat16, jnp.float16)
+        or v_pages.dtype != k_pages.dtype
+        or not (fp8 or k_pages.dtype == q.dtype)
+    ):
+        return f"needs queries, keys and values in bfloat16 or float16, or keys and values in FP8; got {request}"
     if request.value_width is not None:
         further = q.shape[-1] - request.value_width
         if request.value_width not in _SHARED_WIDTHS or further not in (0, 16, 32, 64, 128):
@@ -154,6 +163,19 @@ def unsupported_tile(request: PagedAttentionRequest) -> str | None:
     if q.shape[-1] not in (32, 64, 128, 256):
         return f"needs a head_dim of 32, 64, 128 or 256; got {q.shape[-1]}"
     return None
+
+
+def _numbers(stored: Stored) -> jax.Array | None:
+    """Return the array of pages whose numbers are the keys or values themselves; None if they have to be decoded."""
+    if not isinstance(stored, Encoded):
+        return stored
+    return stored.parts[0] if isinstance(stored.codec, Fp8Codec) and stored.order is None else None
+
+
+def _is_fp8(request: PagedAttentionRequest) -> bool:
+    """Return True if the keys of a call are in FP8."""
+    numbers = _numbers(request.k_pages)
+    return numbers is not None and numbers.dtype == jnp.float8_e4m3fn
 
 
 def make_plan(request: PagedAttentionRequest, tile: Tile | None = None) -> PagedAttentionPlan:
@@ -182,6 +204,7 @@ def make_plan(request: PagedAttentionRequest, tile: Tile | None = None) -> Paged
         None if request.soft_cap is None else float(request.soft_cap),
         request.window,
         request.sinks is not None,
+        _is_fp8(request),
     )
     blocks = -(-table_width * page_size // plan.key_block)
     programs = (multiprocessors() if shared else most) // (pairs * plan.row_blocks)
@@ -202,8 +225,8 @@ def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Arra
     sinks = request.lengths if request.sinks is None else request.sinks  # not read without sinks
     values, log_sums = triton_call(
         q,
-        cast(jax.Array, request.k_pages),
-        cast(jax.Array, request.v_pages),
+        cast(jax.Array, _numbers(request.k_pages)),
+        cast(jax.Array, _numbers(request.v_pages)),
         request.page_table,
         request.lengths,
         sinks,

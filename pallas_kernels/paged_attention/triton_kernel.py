@@ -32,10 +32,10 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
     position = length - plan.new_tokens + row // plan.group
     query = (sequence * plan.new_tokens + row // plan.group) * plan.num_heads + head * plan.group + row % plan.group
     row_valid = row < plan.rows
-    queries = tl.load(q + query[:, None] * head_dim + column, row_valid[:, None], 0.0)
+    queries = load_queries(q + query[:, None] * head_dim + column, row_valid[:, None], plan)
     if plan.further_dim > 0:
         further = value_dim + tl.arange(0, plan.further_dim)
-        further_queries = tl.load(q + query[:, None] * head_dim + further, row_valid[:, None], 0.0)
+        further_queries = load_queries(q + query[:, None] * head_dim + further, row_valid[:, None], plan)
 
     first = 0
     if plan.window is not None:
@@ -57,13 +57,13 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
         page = tl.load(page_table + sequence * plan.table_width + key // plan.page_size, here, 0).to(tl.int64)
         slot = (page * plan.page_size + key % plan.page_size) * plan.key_heads + head
         place = slot[:, None] * head_dim + column
-        keys = tl.load(k_pages + place, here[:, None], 0.0)
+        keys = tl.load(k_pages + place, here[:, None], 0.0).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys))
         if plan.further_dim > 0:
-            further_keys = tl.load(k_pages + slot[:, None] * head_dim + further, here[:, None], 0.0)
+            further_keys = tl.load(k_pages + slot[:, None] * head_dim + further, here[:, None], 0.0).to(queries.dtype)
             scores = tl.dot(further_queries, tl.trans(further_keys), scores)
         scores *= plan.scale
-        content = keys if plan.shared else tl.load(v_pages + place, here[:, None], 0.0)
+        content = keys if plan.shared else tl.load(v_pages + place, here[:, None], 0.0).to(queries.dtype)
         if plan.soft_cap is not None:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), which Triton has no instruction for.
             scores = plan.soft_cap * (1 - 2 / (tl.exp2(scores * (2 * 1.4426950408889634 / plan.soft_cap)) + 1))
@@ -93,6 +93,16 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
         place = ((sequence * plan.key_heads + head) * plan.ranges + part) * plan.rows + row
         tl.store(out + place[:, None] * value_dim + column, values, row_valid[:, None])
         tl.store(log_sums + place, highest + tl.log2(total), row_valid)
+
+
+@triton.jit
+def load_queries(place, valid, plan: tl.constexpr):
+    """Return queries, 0 where they are not valid, in the dtype in which they are multiplied with keys."""
+    queries = tl.load(place, valid, 0.0)
+    if plan.fp8:
+        # FP8 numbers become float16 by one instruction, and bfloat16 by three; float16 has all of them.
+        queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    return queries
 
 
 @triton.jit

@@ -45,6 +45,16 @@ def test_answers_over_pages_in_few_bits_are_those_of_the_decoder(name):
     assert answers == [expected(decoder, prompt, 6) for prompt in asked]
 
 
+@pytest.mark.longer
+def test_under_tensor_parallelism_pages_in_fp8_are_those_of_each_device():
+    asked = prompts([30, 9])
+    alone = open_tiny(kv_cache="fp8")
+    config = EngineConfig(slots=2, chunk=16)
+    with Engine(open_tiny(kv_cache="fp8", tensor=2), config, warm_up=False) as engine:
+        handles = [engine.submit(prompt, 6, GREEDY) for prompt in asked]
+        assert [handle.result() for handle in handles] == [expected(alone, prompt, 6) for prompt in asked]
+
+
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     return open_decoder()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxstack.decoding.engine import Engine
-from jaxstack.decoding.ngram_draft import NGramDrafter, accept
+from jaxstack.decoding.ngram_draft import Foreseen, NGramDrafter, accept
 from jaxstack.decoding.ngram_steps import NGramText, guess_by_ngram
 from jaxstack.serve.config import EngineConfig
 from tests.serve.test_engine import GREEDY, SAMPLINGS, expected, prompts
@@ -36,6 +36,27 @@ def test_drafts_are_accepted_up_to_the_first_that_differs():
     assert accept((4, 5, 6), (4, 5, 7, 8)) == [4, 5, 7]
     assert accept((4, 5), (4, 5, 6)) == [4, 5, 6]
     assert accept((), (3,)) == [3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.lists(st.integers(0, 2), min_size=40, max_size=200), sizes=st.lists(st.integers(1, 9), min_size=1))
+def test_the_tokens_of_steps_with_drafts_are_foreseen(text, sizes):
+    """As steps would give them, in whatever portions the tokens of the answer come; the newest steps count most."""
+    foreseen = Foreseen(NGramDrafter(text[:10]), 3)
+    place = 10
+    while place < len(text):
+        size = sizes[place % len(sizes)]
+        foreseen.extend(text[place : place + size])
+        place += size
+    steps = tokens = 4.0
+    place = 10
+    while True:
+        given = len(accept(NGramDrafter(text[:place]).guess(3), [*text[place:], *3 * [-1]]))
+        place += given
+        if place > len(text):
+            break  # the step has not ended
+        steps, tokens = 0.9 * steps + 1, 0.9 * tokens + given
+    assert foreseen.tokens_per_step == pytest.approx(tokens / steps)
 
 
 @settings(max_examples=60, deadline=None)

@@ -249,11 +249,13 @@ class SimulatedNGrams:
 class ScriptedChoice:
     """Steps with drafts and without in a given order, which is repeated."""
 
+    foresees = False
+
     def __init__(self, order: list[bool]):
         self.order = order
         self.steps = 0
 
-    def wants(self, rows: int) -> bool:
+    def wants(self, rows: int, foreseen: float) -> bool:
         return self.order[self.steps % len(self.order)]
 
     def observe(self, rows: int, drafts: bool, steps: int, tokens: int) -> None:

@@ -15,10 +15,11 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def open_tiny(kv_cache: str = "none", seed: int = 0, config: ModelConfig = CONFIG) -> Decoder:
-    """The model on one device; with a cache in few bits its heads are wide enough for one."""
+def open_tiny(kv_cache: str = "none", seed: int = 0, config: ModelConfig = CONFIG, tensor: int = 1) -> Decoder:
+    """The model, on `tensor` devices; with a cache in few bits its heads are wide enough for one."""
     config = config if kv_cache == "none" else config.model_copy(update={"head_dim": 32})
     module = ModuleArrays(lambda rngs: with_kv_cache(Transformer(config, rngs), kv_cache))
-    rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
+    rules = make_rules(make_mesh(ParallelConfig(tensor=tensor), jax.devices()[:tensor]))
     params, non_params = jax.jit(module.init)(jax.random.key(seed))
-    return Decoder(module, params, non_params, rules)
+    shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules), is_leaf=lambda x: isinstance(x, jax.P))
+    return Decoder(module, jax.device_put(params, shardings), non_params, rules)

@@ -6,7 +6,7 @@ EnergonAI, Du et al. 2022, arXiv:2209.02341).
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -170,8 +170,14 @@ def _attend_in_place(
     if rules is None or rules.mesh.size == 1:
         return attend(q, *arguments, sinks)
     key, value, *places = arguments
-    if isinstance(key, jax.Array) and isinstance(value, jax.Array) and _splits_by_heads(rules, q, key):
-        return with_local_heads(attend, q, key, value, whole=tuple(places), per_head=(sinks,))
+    (keys, *more_keys), key_tree = jax.tree.flatten(key)
+    (values, *more_values), value_tree = jax.tree.flatten(value)
+    if not more_keys and not more_values and _splits_by_heads(rules, q, keys):  # each is one array, of any format
+
+        def attend_locally(q: jax.Array, keys: jax.Array, values: jax.Array, *others: Any) -> jax.Array:
+            return attend(q, key_tree.unflatten([keys]), value_tree.unflatten([values]), *others)
+
+        return with_local_heads(attend_locally, q, keys, values, whole=tuple(places), per_head=(sinks,))
     # XLA cannot partition a kernel over the devices of a mesh.
     return attend(q, *arguments, sinks, implementation="xla")
 

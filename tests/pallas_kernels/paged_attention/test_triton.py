@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import NotSupported, lowering_platform, record_choices
+from pallas_kernels.low_bits.codecs import Fp8Codec
+from pallas_kernels.low_bits.encoded import Encoded
 from pallas_kernels.paged_attention import triton, xla
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.request import PagedAttentionRequest, make_request
@@ -28,12 +30,14 @@ CASES = {
     "sinks_of_one_range": {"sinks": np.array([0.5, -1.0, 2.0, 0.0], np.float32), "ranges": 1},
     "latents": {"values": 64, "width": 80, "key_heads": 1},
     "latents_of_one_range": {"values": 64, "width": 80, "key_heads": 1, "ranges": 1, "lengths": (131, 0)},
+    "fp8": {"fp8": True, "new_tokens": 2},
+    "fp8_of_one_range": {"fp8": True, "ranges": 1},
     "latents_of_many_rows": {"values": 64, "width": 96, "key_heads": 1, "new_tokens": 9, "rows": 16},
 }
 
 
 def make_case(
-    new_tokens=1, lengths=(131, 20), ranges=3, key_heads=2, width=32, rows=64, values=None, **options
+    new_tokens=1, lengths=(131, 20), ranges=3, key_heads=2, width=32, rows=64, values=None, fp8=False, **options
 ) -> tuple[PagedAttentionRequest, triton.PagedAttentionPlan]:
     """Return a request of two sequences whose pages are in random order, and a plan with that many ranges."""
     random = np.random.default_rng(0)
@@ -44,6 +48,8 @@ def make_case(
         random.normal(size=shape).astype(np.float16)
         for shape in ((2, new_tokens, heads, width), *2 * [(24, page, key_heads, width)])
     )
+    if fp8:
+        pages = [Encoded(Fp8Codec().encode(jnp.asarray(x)), None, Fp8Codec()) for x in pages]
     options = {"scale": None, "soft_cap": None, "window": None, **options}
     request = make_request(q, pages[0], values or pages[1], table, np.array(lengths), **options)
     plan = triton.make_plan(request, triton.Tile(128, rows=rows))
@@ -59,7 +65,10 @@ def interpret(name: str) -> None:
     out = np.full((*request.q.shape[:3], plan.value_dim), np.nan, np.float16)
     sums = np.full((2, plan.key_heads, ranges, plan.rows), np.nan, np.float32)
     partial = np.full((*sums.shape, plan.value_dim), np.nan, np.float32)
-    arrays = [Array(np.asarray(x), "fp16") for x in (request.q, request.k_pages, request.v_pages)]
+    arrays = [Array(np.asarray(request.q), "fp16")]
+    for pages in (request.k_pages, request.v_pages):
+        (numbers,) = jax.tree.leaves(pages)
+        arrays.append(Array(np.asarray(numbers), "fp8e4nv" if isinstance(pages, Encoded) else "fp16"))
     arrays += [Array(np.asarray(x), "i32") for x in (request.page_table, request.lengths)]
     arrays.append(arrays[-1] if request.sinks is None else Array(np.asarray(request.sinks), "fp32"))
     found = Array(out, "fp16") if ranges == 1 else Array(partial, "fp32")
@@ -91,12 +100,16 @@ def request_for(batch, length, dtype=jnp.bfloat16, new_tokens=1, head_dim=64):
 
 
 @needs_triton
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("batch", "kernels"), [(1, 2), (128, 1)])
-def test_compiled_for_hopper_pages_are_not_copied(batch, kernels):
+def test_compiled_for_hopper_pages_are_not_copied(batch, kernels, fp8):
+    q, pages, _, *places = request_for(batch, 4096)
+    if fp8:
+        pages = Encoded((jax.ShapeDtypeStruct(pages.shape, jnp.float8_e4m3fn),), None, Fp8Codec())
     with lowering_platform("cuda"):
-        text = compile_for_hopper(paged_attention, *request_for(batch, 4096)).as_text()
+        text = compile_for_hopper(paged_attention, q, pages, pages, *places).as_text()
     assert text.count('custom_call_target="triton_kernel_call_ffi"') == kernels
-    assert " gather(" not in text and " copy(" not in text
+    assert " gather(" not in text and " copy(" not in text and " convert(" not in text
 
 
 @pytest.mark.parametrize(
