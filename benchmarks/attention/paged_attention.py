@@ -40,6 +40,8 @@ from benchmarks.arguments import positive
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from benchmarks.serving.generate import READ_SPEED
 from benchmarks.timing import median_seconds
+from pallas_kernels.low_bits.codecs import Fp8Codec
+from pallas_kernels.low_bits.encoded import Encoded, Stored
 from pallas_kernels.paged_attention import triton
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.request import make_request
@@ -49,13 +51,14 @@ from pallas_kernels.paged_attention.request import make_request
 class Work:
     """Sequences of a decoding step: N query heads, K key heads of H elements, and a range of lengths.
 
-    Values are the first `value_width` elements of their keys if it is not None.
+    Values are the first `value_width` elements of their keys if it is not None. With `fp8` keys and values are in FP8.
     """
 
     heads: tuple[int, int, int]
     sequences: int
     lengths: tuple[int, int]
     value_width: int | None = None
+    fp8: bool = False
 
 
 DEEPSEEK_V2_LITE = (16, 1, 576)
@@ -70,6 +73,8 @@ WORKS: Mapping[str, Work] = {
     "Llama 8B, 16 x 8,192 tokens": Work(LLAMA_8B, 16, (8192, 8192)),
     "Llama 8B, 64 x 64 to 4,096 tokens": Work(LLAMA_8B, 64, (64, 4096)),
     "Llama 8B, 256 x 1,000 to 2,000 tokens": Work(LLAMA_8B, 256, (1000, 2000)),
+    "Llama 8B, 16 x 8,192 tokens in FP8": Work(LLAMA_8B, 16, (8192, 8192), fp8=True),
+    "Llama 8B, 256 x 1,000 to 2,000 tokens in FP8": Work(LLAMA_8B, 256, (1000, 2000), fp8=True),
     "latents, 16 heads, 1 x 32,768 tokens": Work(DEEPSEEK_V2_LITE, 1, (32768, 32768), 512),
     "latents, 16 heads, 64 x 4,096 tokens": Work(DEEPSEEK_V2_LITE, 64, (4096, 4096), 512),
     "latents, 128 heads, 64 x 4,096 tokens": Work(DEEPSEEK_V3, 64, (4096, 4096), 512),
@@ -77,6 +82,7 @@ WORKS: Mapping[str, Work] = {
 }
 TINY: Mapping[str, Work] = {
     "tiny, 4 x 10 to 50 tokens": Work((4, 2, 32), 4, (10, 50)),
+    "tiny in FP8, 4 x 10 to 50 tokens": Work((4, 2, 32), 4, (10, 50), fp8=True),
     "tiny latents, 4 x 10 to 50 tokens": Work((4, 1, 80), 4, (10, 50), 64),
 }
 COLUMNS = ("work", "variant", "implementation", "milliseconds", "bandwidth", "share", "tflops_per_device", "device")
@@ -84,7 +90,7 @@ _BYTES = 2**28
 """Of all layers' keys and values at least, several times the cache of an H200."""
 
 Row = dict[str, Any]
-Attend = Callable[[jax.Array, jax.Array, jax.Array | int, jax.Array, jax.Array], jax.Array]
+Attend = Callable[[jax.Array, Stored, Stored | int, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +106,7 @@ class Arrays:
     """
 
     q: jax.Array
-    caches: Sequence[tuple[jax.Array, jax.Array]]
+    caches: Sequence[tuple[Stored, Stored]]
     table: jax.Array
     lengths: jax.Array
     value_width: int | None
@@ -114,7 +120,7 @@ class Arrays:
     @property
     def bytes_seen(self) -> int:
         """Bytes of a layer's keys and values that the queries see."""
-        keys = self.caches[0][0]
+        (keys,) = jax.tree.leaves(self.caches[0][0])
         return (
             (2 if self.value_width is None else 1)
             * int(self.lengths.sum())
@@ -135,7 +141,12 @@ def make_arrays(work: Work, page: int, least_bytes: int) -> Arrays:
     for row, own in zip(table, np.split(order, np.cumsum(pages)[:-1]), strict=True):
         row[: len(own)] = own
     shape = (int(pages.sum()), page, key_heads, width)
-    make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
+
+    @jax.jit
+    def make(key: jax.Array) -> Stored:
+        numbers = jax.random.normal(key, shape, jnp.bfloat16)
+        return Encoded(Fp8Codec().encode(numbers), None, Fp8Codec()) if work.fp8 else numbers
+
     layers = max(2, -(-least_bytes // (4 * int(np.prod(shape)))))
     keys = jax.random.split(jax.random.key(0), 2 * layers)
     q = jax.random.normal(jax.random.key(1), (work.sequences, 1, heads, width), jnp.bfloat16)
@@ -148,7 +159,7 @@ def make_arrays(work: Work, page: int, least_bytes: int) -> Arrays:
 def seconds_of(attend: Attend, arrays: Arrays, passes: int) -> float:
     """Return the seconds of the attention of one layer."""
 
-    def run(q: jax.Array, caches: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    def run(q: jax.Array, caches: Sequence[tuple[Stored, Stored]]) -> jax.Array:
         def one_pass(_: jax.Array | int, q: jax.Array) -> jax.Array:
             for keys, values in caches:
                 # Each layer's queries depend on the output of the layer before, as in a model.

@@ -406,8 +406,9 @@ def main() -> int:
 
     def keep(work: str, **row: Any) -> None:
         dtype = args.recipe or config.precision.compute_dtype(jax.devices()[0].platform)
+        cache = "" if config.precision.kv_cache == "none" else f" cache {config.precision.kv_cache}"
         prompt, tokens = args.latency if work == "latency" else (args.prompt, args.tokens)
-        named = f"serve {name} {work} prompt {prompt} tokens {tokens} slots {args.slots} {dtype}"
+        named = f"serve {name} {work} prompt {prompt} tokens {tokens} slots {args.slots} {dtype}{cache}"
         if "seconds_per_token" in row:
             row["tokens_per_second_per_device"] = 1 / row.pop("seconds_per_token") / row.get("devices", 1)
         rows.append({"work": named, "device": jax.devices()[0].device_kind, **row})

@@ -36,6 +36,9 @@ from pallas_kernels import (
     update_states,
 )
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
+from pallas_kernels.low_bits.codecs import Fp8Codec
+from pallas_kernels.low_bits.encoded import Encoded
+from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.weight_only.api import many_row_options
 from pallas_kernels.weight_only.float8_products import MOST_EXACT_ROWS, round_tokens
 from pallas_kernels.weight_only.formats import Float8Format, LookupFormat
@@ -256,6 +259,21 @@ def test_grouped_matmul_in_fp8(sizes, shape):
         wanted = fp8_cases.outputs_and_gradients(fp8_cases.in_float32, *wide, sizes=sizes)
     errors = fp8_cases.relative_errors(found, wanted)
     assert min(errors) > 0.03 and max(errors) < 0.045, errors
+
+
+@pytest.mark.parametrize(("sequences", "new_tokens"), [(2, 1), (40, 3)])
+def test_paged_attention_reads_pages_in_fp8(sequences, new_tokens):
+    random = np.random.default_rng(0)
+    table = random.permutation(sequences * 32).astype(np.int32).reshape(sequences, 32)
+    lengths = random.integers(new_tokens, 512, sequences).astype(np.int32)
+    q = jnp.asarray(random.normal(size=(sequences, new_tokens, 32, 128)), jnp.bfloat16)
+    pages = [jnp.asarray(random.normal(size=(table.size, 16, 8, 128)), jnp.bfloat16) for _ in range(2)]
+    stored = [Encoded(Fp8Codec().encode(x), None, Fp8Codec()) for x in pages]
+    with record_choices() as choices:
+        found = jax.jit(paged_attention)(q, *stored, table, lengths)
+    assert [choice.backend for choice in choices] == ["triton"]
+    wanted = jax.jit(functools.partial(paged_attention, implementation="xla"))(q, *stored, table, lengths)
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("name", cache_cases.CASES)
