@@ -38,6 +38,8 @@ KEYS: Mapping[str, type | tuple[type, ...]] = {
     "picture": list,  # panels of curves: {"title": str, "x_label": str, "curves": {name: [(x, y), ...]}}
 }
 """Key of the dict that `main` of every example returns -> its type."""
+OPTIONAL: Mapping[str, type] = {"bound": str}  # what bounds the result, in words
+"""Key that the dict may have -> its type."""
 
 
 def load_example(name: str) -> Any:
@@ -52,10 +54,10 @@ def load_example(name: str) -> Any:
 
 def check_result(found: Mapping[str, Any]) -> None:
     """Raise TypeError if the result of an example is not of the common shape."""
-    if set(found) != set(KEYS):
+    if set(found) - set(OPTIONAL) != set(KEYS):
         raise TypeError(f"the keys are {sorted(found)}, and should be {sorted(KEYS)}")
-    for key, kind in KEYS.items():
-        if not isinstance(found[key], kind):
+    for key, kind in {**KEYS, **OPTIONAL}.items():
+        if key in found and not isinstance(found[key], kind):
             raise TypeError(f"{key} is {found[key]!r}, and should be of type {kind}")
     if not found["checks"] or not all(isinstance(met, bool) for met in found["checks"].values()):
         raise TypeError(f"checks should map criteria to True or False; found {found['checks']}")

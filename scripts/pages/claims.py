@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from scripts.pages import fields, performance
+from scripts.pages import compression_cache, fields, performance, tuning
 from scripts.pages.page import Page, escaped, table
 from scripts.pages.rows import RESULTS, ROOT, Row, compare, newest_rows, read_all
 from scripts.pages.stale import has_history, is_stale
@@ -31,6 +31,13 @@ STEP_CODE = (
     *(f"jaxstack/{name}" for name in ("gradients", "loss.py", "optim/build.py", "step.py")),
 )
 """Paths of the code that computes a train step; claims.yaml calls them `train step`."""
+
+SUMMARIES = {
+    "cache_formats": compression_cache.read_formats,
+    "optimizers": tuning.optimizer_rows,
+    "tune_search": tuning.search_rows,
+}
+"""File of results -> function that returns what claims are about, such as means over seeds, in place of its rows."""
 
 
 class ClaimError(SystemExit):
@@ -109,10 +116,13 @@ def _listed(section: str, entry: Mapping[str, Any]) -> Claim:
 def _results(name: str, described: Mapping[str, Any]) -> list[Result]:
     """Return the newest rows that claims.yaml describes: `file`, `where`, `show`, `code`, `at_least` and `at_most`.
 
-    There is one for each work, implementation, variant and device that `where` leaves open.
+    Of a file in `SUMMARIES` these are what it returns. There is one for each work, implementation, variant and device
+    that `where` leaves open.
     """
     where = described.get("where", {})
-    rows = [row for row in read_all(RESULTS / f"{described['file']}.jsonl") if _fits(row, where)]
+    file = described["file"]
+    stored = SUMMARIES[file]() if file in SUMMARIES else read_all(RESULTS / f"{file}.jsonl")
+    rows = [row for row in stored if _fits(row, where)]
     if not rows:
         raise ClaimError(f"{name}: no row of {described['file']} that can be repeated has {where}.")
     code = tuple(one for path in described["code"] for one in (STEP_CODE if path == "train step" else (path,)))
@@ -128,7 +138,8 @@ def _reached(row: Row, described: Mapping[str, Any]) -> bool | None:
     """Return whether the values of a row reach the goals `at_least` and `at_most`; None if there are none."""
     goals = [(value, goal, 1) for value, goal in described.get("at_least", {}).items()]
     goals += [(value, goal, -1) for value, goal in described.get("at_most", {}).items()]
-    return all(sign * row[value] >= sign * goal for value, goal, sign in goals) if goals else None
+    reached = (row[value] is not None and sign * row[value] >= sign * goal for value, goal, sign in goals)
+    return all(reached) if goals else None
 
 
 def _fits(row: Row, where: Mapping[str, Any]) -> bool:
@@ -168,11 +179,13 @@ def _examples() -> Iterable[Claim]:
     """Return a claim for each example of another field."""
     for row in fields.newest_rows():
         missed = [criterion for criterion, met in row["checks"].items() if not met]
+        why = "; ".join([*missed, *filter(None, [row.get("bound")])]) if missed else ""
         shown = f"{row['measure']}: {fields.number(row['ours'])}"
         code = (f"docs/examples/fields/{row['work']}.py", "jaxstack/trainer.py", "jaxstack/step.py")
         result = Result(row, shown, code, not missed)
         verdict = "missed" if missed else "met"
-        yield Claim(fields.title(row), row["claim"], verdict, [result], section="Examples of other fields")
+        section = "Examples of other fields"
+        yield Claim(fields.title(row), row["claim"], verdict, [result], missing=why, section=section)
 
 
 def mark(result: Result) -> str:

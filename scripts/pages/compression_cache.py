@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterable
 
 from scripts.pages.page import Cell, Page, table_of
-from scripts.pages.rows import RESULTS, Row, read_newest_run
+from scripts.pages.rows import RESULTS, Row, read_all
 
 
 def meets_claim(row: Row) -> bool:
@@ -24,19 +24,38 @@ PARTS: dict[str, tuple[str, str, str, Cell]] = {
 """Part of the page -> work of its rows, heading of the ratio, and the last column."""
 
 
+def read_formats() -> list[Row]:
+    """Return the rows of the newest measurement of each model, in the order of the models' sizes.
+
+    `accuracy_points` is how many percentage points more often the next token is right than with float32 weights.
+    """
+    rows = [row for row in read_all(RESULTS / "cache_formats.jsonl") if "model" in row]
+    newest = {row["model"]: row["run"] for row in rows}
+    rows = [row for row in rows if row["run"] == newest[row["model"]]]
+    exact = {row["model"]: row["accuracy"] for row in rows if row["format"] == "none (float32)"}
+    found = [{**row, "accuracy_points": 100 * (row["accuracy"] - exact[row["model"]])} if "accuracy" in row else row
+             for row in rows]  # fmt: skip
+    return sorted(found, key=lambda row: row["parameters"])
+
+
 def table(part: str, rows: Iterable[Row]) -> str:
-    """Return the table of one part of the page."""
+    """Return the table of one part of the page for one model."""
     work, ratio, title, last = PARTS[part]
     rows = [row for row in rows if row["work"] == work]
     columns = {"format": "{format}", "bits a value": "{bits_per_value:.3f}", ratio: "{ratio:.3f}",
                "perplexity": "{perplexity:.3f}", "change": "{change_percent:+.2f} %", title: last}  # fmt: skip
-    about = "{date:.10}, commit {commit:.7}, {device}, `{command}`.".format_map(rows[0])
-    return f"{table_of(columns, rows)}\n\n{about}"
+    about = (
+        "{parameters:,} parameters, {max_tokens:,} held-out tokens; {date:.10}, commit {commit:.7}, {device}, "
+        "`{command}`."
+    )
+    return f"{table_of(columns, rows)}\n\n{about.format_map(rows[0])}"
 
 
 def part(name: str) -> str:
-    """Return the table of a part, from the stored rows."""
-    return table(name, read_newest_run(RESULTS / "cache_formats.jsonl"))
+    """Return the tables of a part, one for each model, from the stored rows."""
+    rows = read_formats()
+    models = dict.fromkeys(row["model"] for row in rows)
+    return "\n\n".join(table(name, [row for row in rows if row["model"] == model]) for model in models)
 
 
 PAGES = (Page("compression_cache.md", {name: functools.partial(part, name) for name in PARTS}),)

@@ -50,6 +50,7 @@ def details(rows: Iterable[Row]) -> str:
         criteria = "\n".join(f"- {'met' if met else '**missed**'}: {text}" for text, met in row["checks"].items())
         further = "\n".join(f"- {text}: {number(value)}" for text, value in row["numbers"].items())
         drawn = f"![{title(row)}](pictures/field-{row['work'].replace('_', '-')}.svg)\n\n" if row["picture"] else ""
+        further += f"\n- bound: {row['bound']}" if "bound" in row else ""
         beside = f" at a load of {row['load']:.1f}" if "load" in row else ""
         parts.append(
             f"## {title(row)}\n\n{drawn}{criteria}\n{further}\n- time: {row['seconds']:.0f} s{beside}, "

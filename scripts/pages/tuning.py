@@ -20,19 +20,34 @@ COUNTS = (10, 20, 30)
 
 
 def source(rows: Iterable[Row]) -> str:
-    """Return a sentence about the rows: device, commands, date of the newest, and commits."""
+    """Return a sentence about the rows: the device, and each command with the date and the commit of its newest row."""
     rows = sorted(rows, key=lambda row: row["date"])
-    commands = dict.fromkeys(f"`{row['command']}`" for row in rows)
-    commits = dict.fromkeys(row["commit"][:7] for row in rows)
-    last = rows[-1]
-    return f"{last['device']}, {', '.join(commands)}, {last['date'][:10]}, commit {', '.join(commits)}."
+    newest = {row["command"]: row for row in rows}
+    runs = [f"`{command}`, {measured([row])}" for command, row in newest.items()]
+    return f"{rows[-1]['device']}; {'; '.join(runs)}."
+
+
+def measured(rows: Iterable[Row]) -> str:
+    """Return the dates and the commits at which rows were measured."""
+    places = dict.fromkeys((row["date"][:10], row["commit"][:7]) for row in rows)
+    return ", ".join(f"{date} at {commit}" for date, commit in places)
 
 
 def read_runs(work: str) -> list[Row]:
-    """Return the newest row of each run of the benchmark `optimizers` at a work, all on the newest one's device."""
+    """Return the rows of each optimizer's newest search at a work of the benchmark `optimizers`, on one device.
+
+    The device is that of the newest row. A search has each learning rate and seed once: a row that comes again begins
+    another one.
+    """
     rows = [row for row in read_all(RESULTS / "optimizers.jsonl") if row["work"] == work]
-    same = (row for row in rows if row["device"] == rows[-1]["device"])
-    return list({(row["optimizer"], row["power"], row["seed"]): row for row in same}.values())
+    searches: dict[str, dict[tuple[int, int], Row]] = {}
+    for row in (row for row in rows if row["device"] == rows[-1]["device"]):
+        runs = searches.setdefault(row["optimizer"], {})
+        key = (row["power"], row["seed"])
+        if key in runs:
+            runs.clear()
+        runs[key] = row
+    return [row for runs in searches.values() for row in runs.values()]
 
 
 def read_studies() -> dict[tuple[str, int], dict[str, Row]]:
@@ -58,7 +73,7 @@ def optimizers(work: str) -> str:
     base = found[0]
     timed = "processor time" if base["device"] == "cpu" else "time"
     titles = ["", "learning rate", "loss", "held-out loss", "steps to AdamW's loss", f"{timed} to it",
-              f"{timed} a step", "state, bytes a parameter"]  # fmt: skip
+              f"{timed} a step", "state, bytes a parameter", "measured"]  # fmt: skip
     lines = []
     for row in found:
         lines.append([
@@ -70,6 +85,7 @@ def optimizers(work: str) -> str:
             f"{row['seconds_to_loss'] / base['seconds_to_loss']:.2f}" if row["steps_to_loss"] else "–",
             f"{row['milliseconds'] / base['milliseconds']:.2f}",
             f"{row['state_bytes'] / row['parameters']:.1f}",
+            measured(run for run in runs if run["optimizer"] == row["optimizer"]),
         ])  # fmt: skip
     about = (
         f"{base['parameters'] / 1e6:.3g} million parameters, {base['steps']:.0f} steps, {base['tokens'] / 1e6:.3g} "
@@ -93,8 +109,8 @@ def coordinates(rows: Sequence[Row]) -> str:
     for row in rows:
         ends = [f"{row[quantity][0]:.3g} to {row[quantity][-1]:.3g}" for quantity in QUANTITIES]
         widths = f"{row['widths'][0]} to {row['widths'][-1]}"
-        lines.append([f"`{row['optimizer']}`", widths, _named(row), *ends])
-    titles = ["optimizer", "widths", "parametrization", "embeddings", "residual stream", "logits"]
+        lines.append([f"`{row['optimizer']}`", widths, _named(row), *ends, measured([row])])
+    titles = ["optimizer", "widths", "parametrization", "embeddings", "residual stream", "logits", "measured"]
     return "\n".join([table(titles, lines), "", f"Mean magnitude after {rows[-1]['steps']} steps; {source(rows)}"])
 
 
@@ -107,13 +123,13 @@ def transfers(rows: Sequence[Row]) -> str:
     if not rows:
         return "`python benchmarks/tuning/transfer.py` measures it."
     drawn = "![Loss over the learning rate at the widths, standard and muP](pictures/transfer.svg)"
-    head = ("parametrization", "width", "best learning rate", "its loss", "loss at 2^-8")
+    head = ("parametrization", "width", "best learning rate", "its loss", "loss at 2^-8", "measured")
     lines = []
     for row in rows:
         best = row["losses"][str(row["best"])]
         at = row["losses"]["8"]
         lines.append([_named(row), str(row["width"]), f"2^-{row['best']}", f"{best:.3f}",
-                      str(at if at is None else format(at, ".3f"))])  # fmt: skip
+                      str(at if at is None else format(at, ".3f")), measured([row])])  # fmt: skip
     spent = sum(row["cpu_seconds"] for row in rows)
     about = f"{rows[-1]['steps']} steps, {spent:.0f} s of processor time in all; {source(rows)}"
     return "\n\n".join([drawn, table(head, lines), about])
@@ -151,16 +167,53 @@ def _studies_with(sampler: str, studies: Mapping[tuple[str, int], Mapping[str, R
 
 def _against_random(sampler: str, studies: Sequence[Mapping[str, Row]]) -> str:
     """Return a sentence about a sampler's best loss against random search's with the same seeds."""
+    found = _gains(sampler, studies)
+    tied = f", and the same at {found['ties']}," if found["ties"] else ""
+    return (
+        f"`{sampler}` found a lower held-out loss than random search at {found['wins']} of {found['seeds']} "
+        f"seeds{tied} after {COUNTS[-1]} trials; the mean difference is {found['gain']:.3f} with a standard error of "
+        f"{found['error']:.3f}."
+    )
+
+
+def _gains(sampler: str, studies: Sequence[Mapping[str, Row]]) -> dict[str, float]:
+    """Return how a sampler's best losses after all trials compare with random search's at the same seeds.
+
+    `gain` is the mean difference, above 0 where the sampler's losses are lower, `error` its standard error.
+    """
     last = f"loss_at_{COUNTS[-1]}"
     gains = [study["random"][last] - study[sampler][last] for study in studies]
-    wins = sum(gain > 0 for gain in gains)
-    ties = sum(gain == 0 for gain in gains)
     error = stdev(gains) / len(gains) ** 0.5
-    tied = f", and the same at {ties}," if ties else ""
-    return (
-        f"`{sampler}` found a lower held-out loss than random search at {wins} of {len(gains)} seeds{tied} after "
-        f"{COUNTS[-1]} trials; the mean difference is {mean(gains):.3f} with a standard error of {error:.3f}."
-    )
+    counts = {"seeds": len(gains), "wins": sum(gain > 0 for gain in gains), "ties": sum(gain == 0 for gain in gains)}
+    return {**counts, "gain": mean(gains), "error": error, "errors": mean(gains) / error}
+
+
+def search_rows() -> list[Row]:
+    """Return a row for each sampler beside random search: `_gains` over all seeds, with the place of its oldest row."""
+    studies = read_studies()
+    found = []
+    for sampler in SAMPLERS[:-1]:
+        same = _studies_with(sampler, studies)
+        oldest = min((study[sampler] for study in same), key=lambda row: row["date"], default=None)
+        if oldest is not None:
+            found.append({**oldest, **_gains(sampler, same)})
+    return found
+
+
+def optimizer_rows() -> list[Row]:
+    """Return a row for each optimizer at each work: the means over its seeds, with the place of its newest row.
+
+    `steps_ratio` is the number of its steps to AdamW's loss over AdamW's; None where it does not reach that loss.
+    """
+    found = []
+    for work in WORKS.values():
+        runs = read_runs(work)
+        for row in summarize(runs):
+            newest = [run for run in runs if run["optimizer"] == row["optimizer"]][-1]
+            ratio = row["steps_to_loss"] / row["steps"] if row["steps_to_loss"] else None
+            steps = f"{ratio:.0%} of AdamW's steps to its loss" if ratio else "AdamW's loss is not reached"
+            found.append({**newest, **row, "work": work, "steps_ratio": ratio, "steps_in_words": steps})
+    return found
 
 
 # --- both ------------------------------------------------------------------------------------------------------------
