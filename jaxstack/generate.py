@@ -68,7 +68,13 @@ def make_parser() -> CommandParser:
         "--resident-layers",
         type=int,
         metavar="N",
-        help="hold N layers of a Hugging Face checkpoint in memory, and read the others when they are needed",
+        help="hold N layers of a Hugging Face checkpoint in memory, and bring the others when they are needed",
+    )
+    more.add_argument(
+        "--weights",
+        choices=("files", "host", "peers"),
+        help="where the other layers are: in the checkpoint's files (default), in host memory, or in the memory of the "
+        "other devices (peers)",
     )
     more.add_argument("--step", type=int, metavar="N", help="checkpoint to load (default: the newest)")
     more.add_argument(
@@ -145,6 +151,8 @@ def _silent_output() -> Iterator[None]:
 def _open(args: argparse.Namespace, report: Callable[[str], None]) -> "Run":
     from jaxstack.run.load import load, open_window
 
+    if args.resident_layers is None and args.weights is not None:
+        raise ConfigError("--weights says where the layers are that are not in memory; add --resident-layers.")
     if args.resident_layers is None:
         run = load(args.run, args.overrides, step=args.step, recipe=args.recipe, report=report)
         run.decoder.join_projections()
@@ -153,7 +161,8 @@ def _open(args: argparse.Namespace, report: Callable[[str], None]) -> "Run":
     elif args.step is not None:
         raise ConfigError("--resident-layers reads Hugging Face checkpoints, which have no steps; leave --step out.")
     else:
-        run = open_window(args.run, args.resident_layers, args.overrides, report=report)
+        place = args.weights or "files"
+        run = open_window(args.run, args.resident_layers, args.overrides, place=place, report=report)
     report(f"[{args.run}, step {run.step}]")
     return run
 

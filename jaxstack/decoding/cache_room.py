@@ -168,14 +168,14 @@ def choose_room(
         snapshots = 0
     available = memory_per_device()
     if available is not None:
-        total = available * models[0].rules.mesh.size
+        total = available * models[0].device_count
         weights = sum(model.weight_bytes for model in models)
         rest = total - weights - per_page * (config.pages or 1)
         most = int((total - weights - per_slots - sampling) // per_page) if per_page else 0
         if config.pages is not None and rest <= 0 < most:
             raise ConfigError(
                 f"{config.pages:,} pages (engine.pages) take {byte_size(per_page * config.pages)} and the weights "
-                f"{byte_size(weights)}, of {byte_size(total)} on {models[0].rules.mesh.size} device(s); set "
+                f"{byte_size(weights)}, of {byte_size(total)} on {models[0].device_count} device(s); set "
                 f"engine.pages to at most {most:,}, or to null for as many as fit."
             )
         if 0 < rest < per_slots + sampling:
@@ -219,12 +219,12 @@ def check_memory(model: ModelOnMesh, room: CacheRoom) -> None:
     available = memory_per_device()
     if available is None:
         return
-    total = available * model.rules.mesh.size
+    total = available * model.device_count
     needed = cache_bytes(model, room)
     if needed > total:
         fits = int(room.length * total / needed)
         raise ConfigError(
             f"the cache of keys and values for {room.slots} x {room.length:,} tokens takes {needed / 2**30:,.1f} GiB, "
-            f"of {total / 2**30:,.1f} GiB on {model.rules.mesh.size} device(s); at most about {fits:,} tokens fit, "
+            f"of {total / 2**30:,.1f} GiB on {model.device_count} device(s); at most about {fits:,} tokens fit, "
             "prompt and new ones together."
         )

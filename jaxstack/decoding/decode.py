@@ -93,6 +93,18 @@ class ModelOnMesh:
         self.params = cast_matrices(self.module, params, self.rules)
         self.non_params = non_params
 
+    def check_whole(self, what: str) -> None:
+        """Check that one program can compute the whole model, as `what` needs.
+
+        Raises:
+          ConfigError: its layers are split over the stages of a pipeline.
+        """
+
+    @property
+    def device_count(self) -> int:
+        """Number of devices that the weights and the cache are spread over."""
+        return self.rules.mesh.size
+
     @property
     def weight_bytes(self) -> int:
         """Bytes that the weights take in device memory, summed over all devices."""
@@ -164,8 +176,9 @@ class ModelOnMesh:
         """Compute the logits of token ids [B, T], float32 [B, T, V], as the model computes them in training.
 
         Raises:
-          ConfigError: an id is not in the vocabulary.
+          ConfigError: an id is not in the vocabulary, or the model is split over stages.
         """
+        self.check_whole("computing logits")
         rows = np.asarray(tokens, np.int32)
         self.check_ids(rows.tolist())
         padding = -len(rows) % self.batch_unit
@@ -265,6 +278,7 @@ class Scorer:
     """
 
     def __init__(self, model: ModelOnMesh, batch_size: int):
+        model.check_whole("scoring")
         self.model = model
         self.batch_size = -(-batch_size // model.batch_unit) * model.batch_unit
         self._score = jax.jit(self._score_batch, out_shardings=model.rules.sharding(jax.P()))

@@ -1,5 +1,6 @@
 """Generation for a batch of prompts, which starts and steps the engine in the caller's thread."""
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
@@ -45,6 +46,8 @@ class Decoder(ModelOnMesh):
     """
 
     make_programs: type[Programs] = Programs
+    groups = 1
+    """Number of groups of a batch's rows whose steps take turns, each with an engine and a cache of its own."""
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class Decoder(ModelOnMesh):
         super().__init__(module, params, non_params, rules, layout)
         self._vocab_size = vocab_size
         self._steps = steps or (1 if current_target().platform == "cpu" else _STEPS)
-        self._engine: Engine | None = None
+        self._engines: list[Engine] = []
 
     def unload(self) -> None:
         """Free the memory of the parameters and of the cache until `load` is called again."""
@@ -70,7 +73,7 @@ class Decoder(ModelOnMesh):
     def join_projections(self) -> None:
         super().join_projections()
         self._free_cache()
-        self._engine = None
+        self._engines = []
 
     def generate(
         self,
@@ -96,33 +99,36 @@ class Decoder(ModelOnMesh):
         """
         self._check(prompts, max_tokens)
         seeds = _seed_rows(seed, len(prompts))
-        engine = self._open_engine(len(prompts), max(map(len, prompts)), max_tokens)
+        engines = self._open_engines(len(prompts), max(map(len, prompts)), max_tokens)
         requests = [
             engine.submit(prompt, max_tokens, sampling, seed=row_seed, stop_tokens=stop_tokens)
-            for prompt, row_seed in zip(prompts, seeds, strict=True)
+            for engine, prompt, row_seed in zip(itertools.cycle(engines), prompts, seeds, strict=False)
         ]
         try:
-            yield from _step_rows(engine, requests)
+            yield from _step_rows(engines, requests)
         finally:  # the caller may stop early; the next batch needs the slots
             for request in requests:
                 request.cancel()
-            while engine.step():
+            while any([engine.step() for engine in engines]):
                 pass
 
     def cache_bytes(self, lengths: Sequence[int], max_tokens: int) -> int:
         """Return the bytes of the cache that `generate` allocates for prompts of these lengths, on all devices."""
-        return cache_bytes(self, self._room(len(lengths), max(lengths), max_tokens))
+        count = min(self.groups, len(lengths))
+        return count * cache_bytes(self, self._room(-(-len(lengths) // count), max(lengths), max_tokens))
 
-    def _open_engine(self, prompts: int, longest: int, max_tokens: int) -> Engine:
-        """Return an engine whose steps have the batch's shape; the last one if it is large enough."""
-        room = self._room(prompts, longest, max_tokens)
-        rows = -(-prompts // self.batch_unit) * self.batch_unit
+    def _open_engines(self, prompts: int, longest: int, max_tokens: int) -> list[Engine]:
+        """Return an engine for each group of rows, with steps of its shape; the last ones if they are large enough."""
+        count = min(self.groups, prompts)
+        size = -(-prompts // count)
+        room = self._room(size, longest, max_tokens)
+        rows = -(-size // self.batch_unit) * self.batch_unit
         width = self.padded_length(longest)
         while rows * width > _STEP_TOKENS and width > _BLOCK:
             width = -(-width // 2)
         shapes = StepShapes((room.slots,), (ChunkShape(rows, width),), constant_steps=True)
-        last = self._engine
-        if last is None or last.config.slots != room.slots or last.context < room.length:
+        last = self._engines
+        if len(last) != count or last[0].config.slots != room.slots or last[0].context < room.length:
             self._free_cache()
             check_memory(self, room)
             config = EngineConfig(
@@ -134,28 +140,28 @@ class Decoder(ModelOnMesh):
                 decode_steps=self._steps,
                 steps_ahead=1,
             )
-            last = Engine(
-                self,
-                config,
-                vocab_size=self._vocab_size,
-                shapes=shapes,
-                make_programs=self.make_programs,
-                warm_up=False,
-                start=False,
-            )
-            self._engine = last
-        last.programs.allocate()
-        last.scheduler.shapes = shapes.chunks
-        return last
+            self._engines = [self._make_engine(config, shapes) for _ in range(count)]
+        for engine in self._engines:
+            engine.programs.allocate()
+            engine.scheduler.shapes = shapes.chunks
+        return self._engines
+
+    def _make_engine(self, config: EngineConfig, shapes: StepShapes) -> Engine:
+        return Engine(
+            self,
+            config,
+            vocab_size=self._vocab_size,
+            shapes=shapes,
+            make_programs=self.make_programs,
+            warm_up=False,
+            start=False,
+        )
 
     def _free_cache(self) -> None:
-        """Free the engine's cache, unless the caller still reads an earlier batch; then the next batch has another."""
-        engine = self._engine
-        if engine is None:
-            return
-        if engine.running or engine.waiting:
-            self._engine = None
-        else:
+        """Free the engines' caches, unless the caller still reads an earlier batch; then the next batch has others."""
+        if any(engine.running or engine.waiting for engine in self._engines):
+            self._engines = []
+        for engine in self._engines:
             engine.programs.free()
 
     def _room(self, prompts: int, longest: int, max_tokens: int) -> CacheRoom:
@@ -188,14 +194,15 @@ class Decoder(ModelOnMesh):
             )
 
 
-def _step_rows(engine: Engine, requests: Sequence[Request]) -> Iterator[Int[np.ndarray, " B"]]:
-    """Run the engine; yield the next token of each answer, int32 [B], as soon as all answers have it or have ended."""
+def _step_rows(engines: Sequence[Engine], requests: Sequence[Request]) -> Iterator[Int[np.ndarray, " B"]]:
+    """Run the engines in turns; yield the next token of each answer, int32 [B], once all have it or have ended."""
     answers: list[list[int]] = [[] for _ in requests]
     ended = [False] * len(requests)
     number = 0
     while True:
         while any(not end and len(answer) <= number for end, answer in zip(ended, answers, strict=True)):
-            engine.step()
+            for engine in engines:
+                engine.step()
             for row, request in enumerate(requests):
                 tokens, reason = request.take()
                 answers[row] += tokens

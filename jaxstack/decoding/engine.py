@@ -558,6 +558,8 @@ def _check_models(
     Raises:
       ConfigError: there are no draft tokens for the draft model, or the mesh splits batches and no shapes are given.
     """
+    if shapes is None:
+        model.check_whole("serving")
     if draft is not None and not config.draft_tokens:
         raise ConfigError("a draft model guesses engine.draft_tokens tokens per step; set it to 4, for example.")
     if shapes is None and model.batch_unit > 1:

@@ -6,6 +6,7 @@
 import dataclasses
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +26,8 @@ from jaxstack.data.streams import import_chat
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.decode import Params, cast_shapes
 from jaxstack.decoding.decoder import Decoder
-from jaxstack.decoding.layer_window import WindowDecoder
+from jaxstack.decoding.layer_window import WeightPlace, WindowDecoder
+from jaxstack.decoding.pipeline import PipelineDecoder, split_stages, stage_shapes
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text_stream import ChatGenerator, TextGenerator
 from jaxstack.distributed.device_setup import memory_per_device
@@ -305,19 +307,25 @@ def load_decoder(
     methods = {} if recipe is None else choose_at_load(recipe, stored, config.model)
     setting = Setting.of(config, "decode", chosen=layout_chosen)
     rules = setting.rules
+    if rules.mesh.shape["pipeline"] > 1:
+        config.model.check_independent_layers("a pipeline", "set parallel.pipeline=1")
     dtype = setting.dtype
     unrolled = config.model.model_copy(update={"scan_layers": False})
     module = ModuleArrays(
         lambda rngs: with_kv_cache(Transformer(unrolled, rngs, dtype=dtype), config.precision.kv_cache)
     )
-    wanted = cast_shapes(module, rules)
+    stages = split_stages(rules)
+    wanted = stage_shapes(module, stages)
     if not stored.packed:
         _check_weights(wanted)
     params = stored.read(wanted, unrolled, form="master" if methods else form, step=step)
     check_finite(params, stored)
     compress_in_place(params, methods, config.model, wanted)
     layout = StepLayout(peer_sums=setting.config.parallel.overlap)
-    return Decoder(module, params, initial_variables(module), rules, vocab_size=vocab_size, layout=layout)
+    non_params = initial_variables(module)
+    if len(stages) > 1:
+        return PipelineDecoder(module, params, non_params, stages, vocab_size=vocab_size, layout=layout)
+    return Decoder(module, params, non_params, rules, vocab_size=vocab_size, layout=layout)
 
 
 def _check_weights(wanted: Params) -> None:
@@ -328,7 +336,10 @@ def _check_weights(wanted: Params) -> None:
     """
     available = memory_per_device()
     shapes = jax.tree.leaves(wanted)
-    taken = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in shapes)
+    on_device = Counter[Any]()
+    for x in shapes:
+        on_device[x.sharding.mesh] += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    taken = max(on_device.values())
     if available is not None and taken > available:
         raise ConfigError(
             f"the weights take {byte_size(taken)} on each device, which has {byte_size(available)}; use more devices "
@@ -477,18 +488,20 @@ def open_window(
     resident_layers: int,
     overrides: Sequence[str] = (),
     *,
+    place: WeightPlace = "files",
     report: Callable[[str], None] = warnings.warn,
 ) -> Run:
-    """Open a Hugging Face checkpoint for text generation; its layers are read from disk when they are needed.
+    """Open a Hugging Face checkpoint for text generation; its layers are brought to the device when they are needed.
 
     Args:
       directory: directory with config.json, safetensors and a tokenizer.
       resident_layers: number of layers in device memory at a time, the output head counted as one.
-      overrides: `precision.key=value`; see `jaxstack.run.load.run_config`.
+      overrides: `precision.key=value` and `parallel.simulate_devices`; see `jaxstack.run.load.run_config`.
+      place: where the weights of the other layers are.
       report: called with a line on the memory that the weights take.
 
     Raises:
-      ConfigError: the directory is a run, several devices are asked for, layers read more than the residual stream, or
+      ConfigError: the directory is a run, several devices are to compute, layers read more than the residual stream, or
         as `jaxstack.run.load.load`.
     """
     if resident_layers < 1:
@@ -504,8 +517,11 @@ def open_window(
     module = ModuleArrays(build_model(config.model_copy(update={"model": model}), setting.dtype))
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
     tokenizer = stored.tokenizer
-    decoder = WindowDecoder(
-        module, layers, non_params, setting.rules, resident=resident_layers, vocab_size=tokenizer.vocab_size
+    options = {"resident": resident_layers, "place": place, "vocab_size": tokenizer.vocab_size}
+    decoder = WindowDecoder(module, layers, non_params, setting.rules, **options)
+    pool = {"files": "", "host": " in host memory", "peers": " in the memory of other devices"}[place]
+    report(
+        f"{decoder.window_bytes / 1e6:,.1f} of {decoder.total_bytes / 1e6:,.1f} MB of weights in memory at most"
+        + (f", {decoder.pool_bytes / 1e6:,.1f} MB{pool}" if pool else "")
     )
-    report(f"{decoder.window_bytes / 1e6:,.1f} of {decoder.total_bytes / 1e6:,.1f} MB of weights in memory at most")
     return Run(stored.directory, config, 0, tokenizer, decoder, stop_tokens(stored))

@@ -313,8 +313,10 @@ def _within(parallel: ParallelConfig, devices: int) -> ParallelConfig:
 def _decoding_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
     """Return error messages that say why these parallel degrees do not suit decoding; empty if they do.
 
-    They are checked with the smallest batch that they divide.
+    They are checked with the smallest batch that they divide. The stages of a pipeline are any consecutive layers, as
+    those of training are not.
     """
+    parallel = parallel.model_copy(update={"pipeline": 1})
     rows = parallel.data * parallel.fsdp * parallel.expert
     train = TrainConfig(global_batch_size=rows, sequence_length=2 * parallel.tensor * parallel.context)
     return config.model_copy(update={"parallel": parallel, "train": train}).layout_problems()

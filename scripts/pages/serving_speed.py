@@ -1,7 +1,7 @@
 """The tables of docs/serving-speed.md: decoding, the engine, and the parts of a request's time."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxstack.models import count_parameters
 from jaxstack.models.config import preset_config
@@ -239,21 +239,31 @@ def speculation() -> str:
 
 
 def layer_window() -> str:
-    """Return the memory and speed of generation with a few layers in memory, beside the whole model."""
+    """Return memory and speed of generation with a few layers in memory, or several devices, beside the whole model."""
     rows = read_rows(RESULTS / "layer_window.jsonl")
-    newest = max(rows, key=lambda row: row["date"])["run"]
-    run = [row for row in rows if row["run"] == newest]
+    tables = list[str]()
+    for devices in sorted({row["devices"] for row in rows}):
+        newest = max((row for row in rows if row["devices"] == devices), key=lambda row: row["date"])["run"]
+        tables.append(_layer_window_table([row for row in rows if row["run"] == newest]))
+    return "\n\n".join(tables)
+
+
+def _layer_window_table(run: Sequence[Row]) -> str:
     lines = list[list[str]]()
     for row in run:
         bound = row.get("bound_bytes")
+        others = row["variant"] != "whole"
         lines.append([row["variant"], f"{row['peak_live_bytes'] / 1e6:,.1f}", f"{bound / 1e6:,.1f}" if bound else "",
-                      f"{row['less']:.1%}" if bound else "", f"{row['resident_megabytes']:,.0f}",
-                      f"{row['less_resident']:.1%}" if bound else "", f"{row['milliseconds']:,.0f}",
+                      f"{row['less']:.1%}" if others else "", f"{row['resident_megabytes']:,.0f}",
+                      f"{row['less_resident']:.1%}" if others else "", f"{row['milliseconds']:,.0f}",
                       "yes" if row["same_text"] else "no"])  # fmt: skip
     titles = ["layers in memory", "live arrays at most, MB", "these layers, cache and input of a layer, MB", "saved",
               "growth of the process, MB", "saved", "ms per token", "same text"]  # fmt: skip
-    _, _, parameters, _, layers, _, _, prompt, dtype = run[0]["work"].split()
-    about = f"{parameters} parameters in {layers} layers, prompt of {prompt} tokens, {dtype}"
+    if run[0]["devices"] > 1:
+        titles[0] = "layers in memory, or stages"
+        titles[1] = "live arrays at most on the first device, MB"
+    _, _, parameters, _, layers, _, _, prompt, dtype, *batch = run[0]["work"].split()
+    about = f"{parameters} parameters in {layers} layers, {' '.join(['prompt of', prompt, 'tokens,', dtype, *batch])}"
     return f"{table(titles, lines)}\n\n{about}. {run[0]['cpu_cores']} cores; {provenance(run[0])}"
 
 

@@ -52,8 +52,8 @@ def run(decoder: Decoder, prompts, tokens: int, sampling: Sampling, seed=0) -> l
 
 
 def compiled_programs(decoder: Decoder) -> int:
-    assert decoder._engine is not None
-    return decoder._engine.programs.compiled
+    assert decoder._engines
+    return decoder._engines[0].programs.compiled
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +136,8 @@ def test_unloading_frees_the_cache_and_loading_compiles_nothing(decoder, greedy)
     """As between the evaluations of a run, also on a slow model: the number of steps does not depend on times."""
     several = Decoder(decoder.module, decoder.params, decoder.non_params, decoder.rules, steps=3)
     run(several, PROMPTS, 12, GREEDY)
-    engine = several._engine
-    assert engine is not None
-    engine._runner._step_seconds = 1.0
+    engine = several._engines[0]
+    engine._runner._step_seconds[False] = 1.0
     cache = jax.tree.leaves(engine.programs._pages)
     several.unload()
     assert cache and all(x.is_deleted() for x in cache)
@@ -152,7 +151,7 @@ def test_a_batch_that_the_caller_leaves_early_frees_its_rows(decoder, greedy):
     rows = decoder.generate(PROMPTS, 12, GREEDY)
     assert next(rows).tolist() == [row[0] for row in greedy]
     rows.close()
-    assert decoder._engine.running == decoder._engine.waiting == decoder._engine.pool.used == 0
+    assert decoder._engines[0].running == decoder._engines[0].waiting == decoder._engines[0].pool.used == 0
     assert run(decoder, PROMPTS, 12, GREEDY) == greedy
 
 

@@ -20,7 +20,7 @@ from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 FIXTURES = Path(__file__).parents[1] / "models" / "huggingface"
 
 
-def open_both(directory: Path, resident: int, dtype=jnp.float32) -> tuple[Decoder, WindowDecoder]:
+def open_both(directory: Path, resident: int, dtype=jnp.float32, place="files") -> tuple[Decoder, WindowDecoder]:
     """The model of a directory, whole and with a window of layers."""
     config = read_model_config(directory).model_copy(update={"scan_layers": False})
     module = ModuleArrays(lambda rngs: Transformer(config, rngs, dtype=dtype))
@@ -28,7 +28,8 @@ def open_both(directory: Path, resident: int, dtype=jnp.float32) -> tuple[Decode
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
     whole = Decoder(module, read_parameters(directory, config, shardings), non_params, rules)
-    return whole, WindowDecoder(module, ModelParts(directory, config), non_params, rules, resident=resident)
+    options = {"resident": resident, "place": place}
+    return whole, WindowDecoder(module, ModelParts(directory, config), non_params, rules, **options)
 
 
 def tokens(decoder: Decoder, sampling: Sampling, count: int = 6) -> np.ndarray:
@@ -71,13 +72,44 @@ def test_a_failed_read_is_raised_where_the_weights_are_used():
         WeightWindow(2, 1, read).take(0)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3-moe", "gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "place", "resident"),
+    [
+        ("gemma3", "files", 2),
+        ("gemma3", "host", 3),
+        ("qwen3-moe", "peers", 2),
+        ("gpt2", "host", 1),
+        ("llama", "files", 2),
+    ],
+)
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, top_p=0.9)])
 @pytest.mark.exhaustive
-def test_tokens_are_those_of_the_whole_model(family, sampling):
+def test_tokens_are_those_of_the_whole_model(family, place, resident, sampling):
     """Tied and untied heads, windows, learned positions, experts."""
-    whole, window = open_both(FIXTURES / family, resident=2)
+    whole, window = open_both(FIXTURES / family, resident, place=place)
     assert np.array_equal(tokens(window, sampling), tokens(whole, sampling))
+    window.unload()
+
+
+@pytest.mark.parametrize("place", ["host", "peers"])
+@pytest.mark.longer
+def test_each_memory_has_the_layers_that_it_is_to_have(place):
+    """Of four layers and the head 2 are kept, and 3 in turns: one on each of three other devices, or in the host."""
+    _, window = open_both(FIXTURES / "gemma3", 4, place=place)
+    tokens(window, Sampling(0))
+    turns = [0, 1, 3]
+    assert window.window.turns == turns and sorted(window._pool) == turns
+    layers = window.params["decoder"]["layers"]
+    size = {number: sum(x.size * 4 for x in jax.tree.leaves(layers[str(number)])) for number in turns}
+    found = {number: sum(x.nbytes for x in jax.tree.leaves(part)) for number, part in window._pool.items()}
+    assert found == size and window.pool_bytes == sum(size.values())
+    kinds = {x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(window._pool)}
+    assert kinds == {place == "host"}
+    devices = [{d.id for x in jax.tree.leaves(window._pool[number]) for d in x.devices()} for number in turns]
+    assert devices == ([{1}, {2}, {3}] if place == "peers" else [{0}] * 3)
+    resident = [x for part in window.window._parts.values() for x in jax.tree.leaves(part.result())]
+    assert all(x.devices() == {jax.devices()[0]} for x in resident)
+    assert window.window_bytes == window.total_bytes - sum(size.values()) + sum(sorted(size.values())[-2:])
     window.unload()
 
 

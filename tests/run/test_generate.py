@@ -69,6 +69,25 @@ def test_with_two_layers_in_memory_the_text_is_the_same(source, converted, capsy
     assert "convert it first" in refused(capsys, "--run", str(converted), *said)
     assert "at least 1; found 0" in refused(capsys, "--run", str(source), "--resident-layers", "0")
     assert "leave the keys of parallel" in refused(capsys, "--run", str(source), *said, "parallel.tensor=2")
+    assert "add --resident-layers" in refused(capsys, "--run", str(source), "--weights", "host")
+
+
+@pytest.mark.parametrize("place", ["host", "peers"])
+@pytest.mark.longer
+def test_other_layers_may_be_in_memory_that_is_not_the_devices(source, place, capsys):
+    prompt, wanted = of_transformers()
+    said = ["--prompt", prompt, "--temperature", "0", "--no-document-start", "--resident-layers", "2"]
+    assert generate(capsys, "--run", str(source), *said, "--weights", place) == f"{prompt} {wanted}\n"
+
+
+@pytest.mark.longer
+def test_a_pipeline_gives_the_texts_of_one_device(source, converted, prompts, capsys):
+    found = texts(capsys, source, prompts, ONE)
+    assert texts(capsys, source, prompts, "parallel.pipeline=2") == found
+    assert texts(capsys, converted, prompts, "parallel.pipeline=2", "parallel.tensor=2", "--batch-size", "5") == found
+    assert "at most 2" in refused(capsys, "--run", str(source), "parallel.pipeline=4")
+    both = ["parallel.pipeline=2", "parallel.data=2"]
+    assert "with parallel.tensor only" in refused(capsys, "--run", str(source), *both)
 
 
 @pytest.fixture(scope="module")

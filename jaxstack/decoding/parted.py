@@ -1,0 +1,253 @@
+"""Decoding part by part: each part of a model is a program, which runs on the devices that its stage has.
+
+A part is consecutive layers. `layer_window` has parts on one device, whose weights come and go; `pipeline` has a part
+for each stage, between which activations are sent.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxstack.decoding.decode import Params
+from jaxstack.decoding.decoder import Decoder
+from jaxstack.decoding.rows import Column, Pages, RecentTokens, RowTokens, pack_rows, sampled_logits, split_packed
+from jaxstack.decoding.step import Programs
+from jaxstack.models.layer import CacheRoom, Context, LayerCache
+from jaxstack.models.transformer import Transformer
+from jaxstack.module_arrays.module import ModuleArrays
+from jaxstack.parallel.rules import AxisRules
+from jaxstack.parallel.sharding_context import logical_axis_rules
+
+
+class Part(NamedTuple):
+    """Consecutive layers of a model that one program runs."""
+
+    layers: tuple[int, ...]
+    stage: int
+    """Index in `PartedDecoder.stages` of the devices that run it."""
+    alike: tuple[int, ...]
+    """Layers of the first part of this stage with the same structure, whose compiled program it shares."""
+
+
+class PartedDecoder(Decoder):
+    """Generates tokens with a model that runs part by part. The subclasses say where the weights of a part come from.
+
+    Args:
+      module: the functional form of the Transformer, with unrolled layers.
+      params: its parameters, or their shapes and dtypes.
+      non_params: its other variables.
+      stages: sharding rules of the devices of each stage, in the order in which they run; the last one samples.
+      key: returns what consecutive layers have in common that are one part.
+      stage: returns the index of the stage of a layer.
+      options: as in `Decoder`.
+    """
+
+    def __init__(
+        self,
+        module: ModuleArrays,
+        params: Params,
+        non_params: Params,
+        stages: Sequence[AxisRules],
+        *,
+        key: Callable[[int], Hashable],
+        stage: Callable[[int], int] = lambda layer: 0,
+        **options: Any,
+    ):
+        self.stages = list(stages)
+        super().__init__(module, params, non_params, self.stages[-1], steps=1, **options)
+        self.make_programs = PartPrograms
+        layers = module.merge(module.abstract_params, module.abstract_non_params).decoder.layers
+        kinds = [nnx.graphdef(layer) for layer in layers]
+        self.parts: list[Part] = []
+        for _, group in itertools.groupby(range(len(layers)), key):
+            numbers = tuple(group)
+            found = Part(numbers, stage(numbers[0]), numbers)
+            same = (part.alike for part in self.parts if part.stage == found.stage and _same(kinds, part, found))
+            self.parts.append(found._replace(alike=next(same, numbers)))
+        self.head = "embedding" if self.config.tie_word_embeddings else "head"
+        """Name of the parameters of the output head."""
+
+    @property
+    def entry(self) -> Params:
+        """Parameters of the first stage that turn tokens, or their rows of the embedding matrix, into its input."""
+        raise NotImplementedError
+
+    @property
+    def final(self) -> Params:
+        """Parameters of the last stage after its layers, except for the output head."""
+        raise NotImplementedError
+
+    def embedding_rows(self, tokens: Int[np.ndarray, " T"]) -> Float[np.ndarray, "T D"] | None:
+        """Return the rows of the embedding matrix for these tokens; None if `entry` has the matrix."""
+        return None
+
+    def take(self, number: int) -> Params:
+        """Return the weights of layer `number`, or of the output head, on their stage; see `release`."""
+        raise NotImplementedError
+
+    def release(self, number: int, after: Array) -> None:
+        """Let the weights go that `take` returned, when `after` has been computed with them."""
+
+    @functools.cached_property
+    def shapes(self) -> Params:
+        """Shapes and dtypes of all parameters."""
+        return jax.eval_shape(lambda params: params, self.params)
+
+    def merge(self, found: Params) -> Transformer:
+        """Return the model with the parameters in `found` as arrays, and its other parameters as shapes and dtypes."""
+        return self.module.merge({**self.shapes, **found}, self.non_params)
+
+
+class PartPrograms(Programs):
+    """Programs of the engine that run a model part by part. All are dispatched without waiting for the devices.
+
+    Args:
+      model: the model.
+      room, settings: as in `Programs`.
+    """
+
+    def __init__(self, model: PartedDecoder, room: CacheRoom, **settings: Any):
+        self.parted = model
+        super().__init__(model, room, **settings)
+        options = model.compiler_options
+        self._enter = jax.jit(self._enter_step, compiler_options=options)
+        self._run_part = jax.jit(
+            self._part_step,
+            static_argnames=("layers", "stage"),
+            donate_argnames=("x", "caches"),
+            compiler_options=options,
+        )
+        self._leave = jax.jit(self._leave_step, compiler_options=options)
+
+    @functools.cached_property
+    def _make_cache(self) -> Callable[[Params, Params], Pages]:
+        make = jax.jit(self._stage_cache, static_argnums=1, keep_unused=True)
+
+        def make_all(params: Params, non_params: Params) -> Pages:
+            del params, non_params  # The parameters may be shapes, which a compiled function does not take.
+            pages: list[LayerCache] = []
+            for stage, rules in enumerate(self.parted.stages):
+                with jax.set_mesh(rules.mesh):  # the argument says on which devices
+                    pages += make(jax.device_put(np.zeros(()), rules.sharding(jax.P())), stage)
+            return pages
+
+        return make_all
+
+    def _stage_cache(self, place: Array, stage: int) -> list[LayerCache]:
+        """Return the empty caches of the layers of a stage. Traceable."""
+        del place
+        with logical_axis_rules(self.parted.stages[stage], self.model.layout):
+            caches = self.parted.merge({}).make_shared_cache(self.room)
+        return [caches[number] for part in self.parted.parts if part.stage == stage for number in part.layers]
+
+    def forward(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+        drafted: Int[np.ndarray, "R D"] | Int[Array, "R D"] | None,
+        recent: RecentTokens | None = None,
+    ) -> Float[Array, "all V"]:
+        """Dispatch all parts on the tokens of a step; update the cache and return the logits to sample from."""
+        model = self.parted
+        # The tokens of decoded rows matter to the first program alone: the others take the shape.
+        groups: list[Any] = [(rows, np.zeros((len(rows), 1), np.int32))]
+        if chunks is not None and tokens is not None:
+            groups.append((chunks, tokens))
+        x = self._embed(groups)
+        for part in model.parts:
+            rules = model.stages[part.stage]
+            with jax.set_mesh(rules.mesh):
+                x, caches = self._run_part(
+                    [model.take(number) for number in part.layers],
+                    jax.device_put(x, rules.sharding(jax.P())),
+                    groups,
+                    caches=[self._pages[number] for number in part.layers],
+                    layers=part.alike,
+                    stage=part.stage,
+                )
+            for number, cache in zip(part.layers, caches, strict=True):
+                self._pages[number] = cache
+                model.release(number, x)
+        head = len(self._pages)
+        logits = self._leave(model.final, model.take(head), x, groups)
+        model.release(head, logits)
+        return logits
+
+    def _embed(self, groups: Sequence[RowTokens]) -> Float[Array, "1 T D"]:
+        """Dispatch the program that computes the input of the first layer from the tokens of a step."""
+        model = self.parted
+        rules = model.stages[0]
+        (rows, _), *chunks = groups
+        vectors = None
+        if "embedding" not in model.entry:
+            newest = np.asarray(self._last)[rows[:, Column.SLOT]]
+            vectors = model.embedding_rows(np.concatenate([newest, *(tokens.ravel() for _, tokens in chunks)]))
+        with jax.set_mesh(rules.mesh):
+            return self._enter(model.entry, vectors, jax.device_put(self._last, rules.sharding(jax.P())), groups)
+
+    def _context(self, model: Transformer, groups: Sequence[RowTokens]) -> Context:
+        _, positions, slots = pack_rows(groups, self.room.pages, self.room.page_size)
+        return model.packed_context(positions, slots)
+
+    def _enter_step(
+        self,
+        entry: Params,
+        vectors: Float[Array, "T D"] | None,
+        last: Int[Array, " S"],
+        groups: Sequence[RowTokens],
+    ) -> Float[Array, "1 T D"]:
+        """Return the input of the first layer, given the tokens' rows of the embedding matrix, or the matrix."""
+        with logical_axis_rules(self.parted.stages[0], self.model.layout):
+            model = self.parted.merge(entry)
+            context = self._context(model, groups)
+            if vectors is not None:
+                return model.enter(vectors[None], context)
+            (rows, _), *chunks = groups
+            ids, *_ = pack_rows(
+                [(rows, last[rows[:, Column.SLOT], None]), *chunks], self.room.pages, self.room.page_size
+            )
+            return model.enter(model.embedding(ids.reshape(context.positions.shape), model.dtype), context)
+
+    def _part_step(
+        self,
+        weights: Sequence[Params],
+        x: Float[Array, "1 T D"],
+        groups: Sequence[RowTokens],
+        caches: Sequence[LayerCache],
+        *,
+        layers: tuple[int, ...],
+        stage: int,
+    ) -> tuple[Float[Array, "1 T D"], list[LayerCache]]:
+        """Run layers with these weights and caches, whose structure is that of `layers`; return x and the caches."""
+        params = self.parted.shapes["decoder"]
+        found = {**params["layers"], **{str(number): w for number, w in zip(layers, weights, strict=True)}}
+        updated: list[LayerCache] = []
+        with logical_axis_rules(self.parted.stages[stage], self.model.layout):
+            model = self.parted.merge({"decoder": {**params, "layers": found}})
+            context = self._context(model, groups)
+            for number, cache in zip(layers, caches, strict=True):
+                x, cache = model.decoder.run_layer(number, x, context, cache, model.dtype)
+                updated.append(cache)
+        return x, updated
+
+    def _leave_step(
+        self, final: Params, head: Params, x: Float[Array, "1 T D"], groups: Sequence[RowTokens]
+    ) -> Float[Array, "all V"]:
+        """Return the logits after the tokens to sample from, given the last layer's output and the output head."""
+        with logical_axis_rules(self.model.rules, self.model.layout):
+            model = self.parted.merge({**final, self.parted.head: head})
+            hidden = jnp.reshape(model.leave(x), (-1, x.shape[-1]))
+            return sampled_logits(model, split_packed(hidden, groups))
+
+
+def _same(kinds: Sequence[nnx.GraphDef], one: Part, other: Part) -> bool:
+    """Return True if the layers of two parts have the same structures."""
+    return [kinds[number] for number in one.layers] == [kinds[number] for number in other.layers]
