@@ -130,7 +130,7 @@ class Decoder(ModelOnMesh):
         last = self._engines
         if len(last) != count or last[0].config.slots != room.slots or last[0].context < room.length:
             self._free_cache()
-            check_memory(self, room)
+            check_memory(self, room._replace(slots=count * room.slots, pages=count * room.pages))
             config = EngineConfig(
                 slots=room.slots,
                 context=room.length,

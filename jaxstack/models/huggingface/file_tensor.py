@@ -56,7 +56,8 @@ class FileTensor:
     def __getitem__(self, index: Index) -> np.ndarray:
         first, *inner = index if isinstance(index, tuple) else (index,)
         rows = slice(None) if first is ... else first
-        if all(range(size)[cut] == range(size) for cut, size in zip(inner, self.shape[1:], strict=False)):
+        uncut = all(range(size)[cut] == range(size) for cut, size in zip(inner, self.shape[1:], strict=False))
+        if uncut and rows.step in (None, 1):
             return self._read(rows)
         # Of rows that are cut only the pages that are needed are touched, in a mapping that ends with this call.
         return np.array(np.memmap(self.path, self.dtype, "r", self.begin, self.shape)[rows, *inner])
@@ -68,7 +69,7 @@ class FileTensor:
           OSError: the file has become shorter.
         """
         start, stop, _ = rows.indices(self.shape[0] if self.shape else 1)
-        found = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        found = np.empty((max(stop - start, 0), *self.shape[1:]), self.dtype)
         left = memoryview(found.reshape(-1).view(np.uint8))
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.begin + start * math.prod(self.shape[1:]) * self.dtype.itemsize)

@@ -9,7 +9,10 @@ from safetensors.numpy import save_file
 
 from jaxstack.models.huggingface.file_tensor import file_tensors
 
-INDICES = [..., slice(None), slice(1, 3), (slice(2, 2),), (slice(1, 4), slice(0, 4)), (slice(0, 5), slice(1, 3))]
+INDICES = [
+    *(..., slice(None), slice(1, 3), slice(3, 1), slice(0, 5, 2), (slice(2, 2),)),
+    *((slice(1, 4), slice(0, 4)), (slice(0, 5), slice(1, 3)), (slice(1, 3), slice(0, 4), slice(2, 3))),
+]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"])
