@@ -54,7 +54,7 @@ from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.distributed.xla_options import translate_options
 from jaxstack.errors import ConfigError
-from jaxstack.models import Transformer
+from jaxstack.models import Transformer, with_kv_cache
 from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.throughput import peak_memory_bytes
@@ -140,7 +140,8 @@ def make_decoder(
     mesh = make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())])
     rules = make_rules(mesh)
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
-    module = ModuleArrays(lambda rngs: Transformer(model, rngs, dtype=dtype))
+    cache = config.precision.kv_cache
+    module = ModuleArrays(lambda rngs: with_kv_cache(Transformer(model, rngs, dtype=dtype), cache))
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
     params, non_params = jax.jit(module.init, out_shardings=(shardings, None))(jax.random.key(0))
     if recipe is not None:

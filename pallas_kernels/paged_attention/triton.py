@@ -75,7 +75,7 @@ class PagedAttentionPlan:
         ranges: number of programs that share the keys of a sequence and head.
         scale, soft_cap, window: see `PagedAttentionRequest`.
         sinks: True if each query head has an attention sink.
-        fp8: True if keys and values are in FP8 (e4m3); products are then computed in float16.
+        fp8: True if keys and values are in FP8 (e4m3); their products are then computed in float16.
     """
 
     new_tokens: int
@@ -125,6 +125,16 @@ class PagedAttentionPlan:
         return self.head_dim - self.value_dim
 
     @property
+    def pair(self) -> int:
+        """Number of channels that are read as one number."""
+        return 2 if self.fp8 else 1
+
+    @property
+    def pair_factor(self) -> float:
+        """Factor of the numbers that `first_of_pairs` and `second_of_pairs` return; 1 without FP8."""
+        return 256.0 if self.fp8 else 1.0
+
+    @property
     def padded_ranges(self) -> int:
         """Number of ranges that a sequence's keys are divided into, rounded up to a power of two."""
         return 1 << (self.ranges - 1).bit_length()
@@ -157,6 +167,8 @@ def unsupported_tile(request: PagedAttentionRequest) -> str | None:
         return f"needs queries, keys and values in bfloat16 or float16, or keys and values in FP8; got {request}"
     if request.value_width is not None:
         further = q.shape[-1] - request.value_width
+        if fp8:
+            return f"reads no latents in FP8; got {request}"
         if request.value_width not in _SHARED_WIDTHS or further not in (0, 16, 32, 64, 128):
             return f"needs latents of 64, 128, 256 or 512 and 0 to 128 further channels; got {request}"
         return None

@@ -18,24 +18,37 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
 
     Where values are the first channels of their keys, both are read once; the further channels of a key are a product
     apart, as tiles have powers of two as sizes. A head's rows are then several programs, if they are many.
+
+    Keys and values in FP8 are read as pairs of channels, so that tiles of 16-bit numbers go through shared memory as
+    those of bfloat16 do; the first and the second channels of the pairs are then products apart.
     """
     padded_rows: tl.constexpr = plan.padded_rows
     head_dim: tl.constexpr = plan.head_dim
     value_dim: tl.constexpr = plan.value_dim
     key_block: tl.constexpr = plan.key_block
+    pair: tl.constexpr = plan.pair
     head = tl.program_id(0) // plan.row_blocks
     sequence = tl.program_id(1).to(tl.int64)  # a batch of whole sequences has more than 2^31 numbers
     part = tl.program_id(2)
     length = tl.load(lengths + sequence)
     row = tl.program_id(0) % plan.row_blocks * padded_rows + tl.arange(0, padded_rows)
-    column = tl.arange(0, value_dim)
+    column = tl.arange(0, value_dim // pair)
     position = length - plan.new_tokens + row // plan.group
     query = (sequence * plan.new_tokens + row // plan.group) * plan.num_heads + head * plan.group + row % plan.group
     row_valid = row < plan.rows
-    queries = load_queries(q + query[:, None] * head_dim + column, row_valid[:, None], plan)
+    own = q + query[:, None] * head_dim + pair * column
+    queries = tl.load(own, row_valid[:, None], 0.0)
+    second_queries = queries
+    if plan.fp8:
+        # float16 has all numbers of FP8, and more digits than bfloat16.
+        queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+        second_queries = tl.load(own + 1, row_valid[:, None], 0.0)
+        second_queries = tl.clamp(second_queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+        k_pages = k_pages.to(tl.pointer_type(tl.int16))
+        v_pages = v_pages.to(tl.pointer_type(tl.int16))
     if plan.further_dim > 0:
         further = value_dim + tl.arange(0, plan.further_dim)
-        further_queries = load_queries(q + query[:, None] * head_dim + further, row_valid[:, None], plan)
+        further_queries = tl.load(q + query[:, None] * head_dim + further, row_valid[:, None], 0.0)
 
     first = 0
     if plan.window is not None:
@@ -50,20 +63,25 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
     end = tl.minimum(begin + each, first + blocks)
     highest = tl.full([padded_rows], float("-inf"), tl.float32)
     total = tl.zeros([padded_rows], tl.float32)
-    values = tl.zeros([padded_rows, value_dim], tl.float32)
+    values = tl.zeros([padded_rows, value_dim // pair], tl.float32)
+    second_values = values
     for block in range(begin, end):
         key = block * key_block + tl.arange(0, key_block)
         here = key < length
         page = tl.load(page_table + sequence * plan.table_width + key // plan.page_size, here, 0).to(tl.int64)
         slot = (page * plan.page_size + key % plan.page_size) * plan.key_heads + head
-        place = slot[:, None] * head_dim + column
-        keys = tl.load(k_pages + place, here[:, None], 0.0).to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(keys))
+        place = slot[:, None] * (head_dim // pair) + column
+        keys = tl.load(k_pages + place, here[:, None], 0)
+        if plan.fp8:
+            scores = tl.dot(queries, tl.trans(first_of_pairs(keys)))
+            scores = tl.dot(second_queries, tl.trans(second_of_pairs(keys)), scores)
+        else:
+            scores = tl.dot(queries, tl.trans(keys))
         if plan.further_dim > 0:
-            further_keys = tl.load(k_pages + slot[:, None] * head_dim + further, here[:, None], 0.0).to(queries.dtype)
+            further_keys = tl.load(k_pages + slot[:, None] * head_dim + further, here[:, None], 0.0)
             scores = tl.dot(further_queries, tl.trans(further_keys), scores)
-        scores *= plan.scale
-        content = keys if plan.shared else tl.load(v_pages + place, here[:, None], 0.0).to(queries.dtype)
+        scores *= plan.scale * plan.pair_factor
+        content = keys if plan.shared else tl.load(v_pages + place, here[:, None], 0)
         if plan.soft_cap is not None:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), which Triton has no instruction for.
             scores = plan.soft_cap * (1 - 2 / (tl.exp2(scores * (2 * 1.4426950408889634 / plan.soft_cap)) + 1))
@@ -77,8 +95,16 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
         weights = tl.exp2(scores - pivot[:, None])
         shrink = tl.exp2(highest - pivot)
         total = total * shrink + tl.sum(weights, 1)
-        values = values * shrink[:, None] + tl.dot(weights.to(content.dtype), content)
+        if plan.fp8:
+            weights = weights.to(tl.float16)
+            values = tl.dot(weights, first_of_pairs(content), values * shrink[:, None])
+            second_values = tl.dot(weights, second_of_pairs(content), second_values * shrink[:, None])
+        else:
+            values = values * shrink[:, None] + tl.dot(weights.to(content.dtype), content)
         highest = new_highest
+    if plan.fp8:
+        values = tl.interleave(values, second_values) * plan.pair_factor
+        column = tl.arange(0, value_dim)
     if plan.sinks and plan.ranges == 1:
         sink = tl.load(sinks + head * plan.group + row % plan.group) * 1.4426950408889634
         pivot = tl.maximum(highest, sink)
@@ -96,13 +122,34 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
 
 
 @triton.jit
-def load_queries(place, valid, plan: tl.constexpr):
-    """Return queries, 0 where they are not valid, in the dtype in which they are multiplied with keys."""
-    queries = tl.load(place, valid, 0.0)
-    if plan.fp8:
-        # FP8 numbers become float16 by one instruction, and bfloat16 by three; float16 has all of them.
-        queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
-    return queries
+def first_of_pairs(pairs):
+    """Return the numbers in the low bytes of pairs of e4m3 numbers, as float16 numbers of 1/256 of their values.
+
+    Sign, exponent and fraction are moved to their places in a float16 number, whose exponent has another bias. An
+    instruction does so for two pairs at a time, which Triton's own operations do not.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; shl.b32 a, $1, 8; shl.b32 b, $1, 7; and.b32 b, b, 0x3f803f80;"
+        " lop3.b32 $0, a, 0x80008000, b, 0xea; }",
+        "=r,r",
+        [pairs],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def second_of_pairs(pairs):
+    """Return the numbers in the high bytes of pairs as `first_of_pairs` does."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 b; shr.u32 b, $1, 1; and.b32 b, b, 0x3f803f80; lop3.b32 $0, $1, 0x80008000, b, 0xea; }",
+        "=r,r",
+        [pairs],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
