@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from jaxstack.config.base import Component
 from jaxstack.data.tool_calls import ToolCall, ToolFormat
 from jaxstack.decoding.text_stream import overlap
+from jaxstack.serve.schema_ids import with_own_ids
 
 
 class Function(Component):
@@ -130,7 +131,7 @@ class Tools:
                 "properties": {
                     "name": {"const": function.name},
                     # With an $id its references are to itself, such as #/$defs/City.
-                    "parameters": {"$id": f"urn:tool:{number}", **function.arguments},
+                    "parameters": with_own_ids(function.arguments, f"urn:tool:{number}"),
                 },
                 "required": ["name", "parameters"],
                 "additionalProperties": False,

@@ -11,6 +11,7 @@ from jaxstack.data.tool_calls import EXAMPLE, derive_format
 from jaxstack.errors import ConfigError
 from jaxstack.serve.chat_request import ChatRequest
 from jaxstack.serve.grammar import Grammars
+from jaxstack.serve.schema_ids import with_own_ids
 from jaxstack.serve.tools import ToolReader, Tools
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -107,17 +108,33 @@ def test_calls_in_messages_reach_the_template_as_mappings():
         _ = chat(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}).grammar
 
 
-def test_schemas_of_chosen_tools_may_refer_to_their_own_definitions():
-    """As those that pydantic writes do: of one tool and of a list of calls, two of which define the same name."""
+PLACE = "https://example.com/place"
+
+
+@pytest.mark.parametrize(
+    ("reference", "root", "place"),
+    [
+        ("#/$defs/Place", None, None),
+        ("#/$defs/Place", "https://example.com/arguments", None),
+        ("https://example.com/arguments#/$defs/Place", "https://example.com/arguments", None),
+        ("place", "https://example.com/arguments", "place"),
+        (PLACE, None, PLACE),
+        ("arguments#/$defs/Place", "arguments", None),
+    ],
+)
+def test_schemas_of_chosen_tools_may_refer_to_their_own_definitions(reference, root, place):
+    """As those that pydantic writes do: of one tool and of a list of calls, two of which have the same names."""
     pytest.importorskip("llguidance")
 
     def tool(name: str, kind: str) -> dict:
-        place = {"type": "object", "properties": {"inner": {"$ref": "#/$defs/Place"}}, "required": ["inner"]}
+        inner = {"type": "object", "properties": {"inner": {"$ref": reference}}, "required": ["inner"]}
+        defined = {"type": kind} | ({} if place is None else {"$id": place})
+        named = {} if root is None else {"$id": root}
         return {
             "type": "function",
             "function": {
                 "name": name,
-                "parameters": {**place, "additionalProperties": False, "$defs": {"Place": {"type": kind}}},
+                "parameters": {**named, **inner, "additionalProperties": False, "$defs": {"Place": defined}},
             },
         }
 
@@ -142,3 +159,13 @@ def test_schemas_of_chosen_tools_may_refer_to_their_own_definitions():
         assert fits(written % value, tool_choice=chosen) and not fits(written % other, tool_choice=chosen)
         written = f'[{{"name": "{name}", "parameters": {written}}}]'
         assert fits(written % value, tool_choice="required") and not fits(written % other, tool_choice="required")
+
+
+def test_what_looks_like_a_name_in_the_values_of_a_schema_stays():
+    schema = {
+        "properties": {"$id": {"const": {"$ref": "urn:a", "$id": "urn:b"}}, "$ref": {"enum": [{"$id": "urn:b"}]}},
+        "$defs": {"b": {"$id": "urn:b", "items": {"$ref": "#"}, "anyOf": [{"$ref": "urn:other"}]}},
+    }
+    found = with_own_ids(schema, "urn:a")
+    assert found["properties"] == schema["properties"] and found["$id"] == "urn:a"
+    assert found["$defs"]["b"] == {**schema["$defs"]["b"], "$id": "urn:a:urn%3Ab"}

@@ -1,0 +1,63 @@
+"""Names of JSON schemas, which let several of them stand in one schema: each keeps its references to itself."""
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote, urldefrag, urljoin
+
+_VALUES = ("const", "enum", "default", "examples")
+"""Keywords whose values are data: what looks like a reference there is none."""
+
+
+def with_own_ids(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a schema whose `$id`s no other one has, those of its parts included, and its references to them.
+
+    Args:
+      schema: a JSON schema; it may lack an `$id`, or have the same ones as another.
+      name: a URI that is the schema's alone.
+    """
+    base = schema["$id"] if isinstance(schema.get("$id"), str) else name
+    names = {found: f"{name}:{quote(found, safe='')}" for found in _ids(schema, base)} | {base: name}
+    return {"$id": name, **_rename(schema, base, names)}
+
+
+def _base(part: dict[str, Any], base: str) -> str:
+    """Return the URI that references in a part of a schema are relative to, given that around it."""
+    own = part.get("$id")
+    return urldefrag(urljoin(base, own)).url if isinstance(own, str) else base
+
+
+def _ids(part: Any, base: str) -> Iterator[str]:
+    """Yield the absolute `$id`s in a part of a schema."""
+    if isinstance(part, list):
+        for item in part:
+            yield from _ids(item, base)
+    if not isinstance(part, dict):
+        return
+    own = _base(part, base)
+    if isinstance(part.get("$id"), str):
+        yield own
+    for key, value in part.items():
+        if key not in _VALUES:
+            yield from _ids(value, own)
+
+
+def _rename(part: Any, base: str, names: dict[str, str]) -> Any:
+    """Return a part of a schema with new names in place of the absolute `$id`s of which they are values."""
+    if isinstance(part, list):
+        return [_rename(item, base, names) for item in part]
+    if not isinstance(part, dict):
+        return part
+    own = _base(part, base)
+    renamed = dict[str, Any]()
+    for key, value in part.items():
+        if key in ("$id", "$ref") and isinstance(value, str):
+            renamed[key] = _rename_uri(urljoin(own, value), names) if key == "$ref" else names.get(own, value)
+        else:
+            renamed[key] = value if key in _VALUES else _rename(value, own, names)
+    return renamed
+
+
+def _rename_uri(uri: str, names: dict[str, str]) -> str:
+    """Return a reference with the new name of what it refers to, if it has one."""
+    place, fragment = urldefrag(uri)
+    return f"{names[place]}#{fragment}" if place in names else uri
