@@ -10,7 +10,7 @@ import numpy as np
 from jaxstack.loss import language_model_loss
 from jaxstack.models import in_fp8
 from jaxstack.parallel import make_mesh
-from jaxstack.run.build import build_model
+from jaxstack.run.build_model import build_model
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.trainer import Trainer

@@ -34,7 +34,8 @@ from benchmarks.rows import append_rows, require_commit
 from jaxstack.data.loader import open_data
 from jaxstack.loss import language_model_loss
 from jaxstack.optim.schedules import Linear
-from jaxstack.run.build import build_model, resolve_model
+from jaxstack.run.build import resolve_model
+from jaxstack.run.build_model import build_model
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.tune.optuna_study import OptunaStudy, Outcome, best_of, check_packages
 from jaxstack.tune.space import StudyConfig, read_space

@@ -8,6 +8,7 @@ os.environ["ENABLE_PYGRAIN_PROMETHEUS_TELEMETRY"] = "false"  # Grain would liste
 
 import grain
 
+from jaxstack.data.seeds import source_seed
 from jaxstack.errors import ConfigError
 
 MOST_ROWS = 2**32 - 1  # Grain's index shuffle works on 32 bits
@@ -59,11 +60,6 @@ def row_order(counts: Sequence[int], weights: Sequence[float], seed: int, shuffl
     if len(parts) == 1:
         return parts[0]
     return grain.MapDataset.mix(parts, weights=list(weights))
-
-
-def source_seed(seed: int, source: int | str) -> int:
-    """Derive a 32-bit seed for one data source, independent of those of other sources and of similar seeds."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {source}".encode()).digest()[:4], "big")
 
 
 def order_hash(order: grain.MapDataset) -> str:

@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxstack.data.build_shards import BuildOptions
 from jaxstack.data.config import DataConfig, SourceConfig
-from jaxstack.data.mixture import source_seed
 from jaxstack.data.prepared_folders import (
     LocalFolder,
     PreparedFolder,
@@ -21,6 +20,7 @@ from jaxstack.data.prepared_folders import (
     plan_source,
 )
 from jaxstack.data.read_documents import Split
+from jaxstack.data.seeds import source_seed
 from jaxstack.data.shards import INDEX, describe_altered_inputs
 from jaxstack.data.source_files import EXTRA, SourceFile, find_files
 from jaxstack.data.token_rows import ExampleSet, Stream

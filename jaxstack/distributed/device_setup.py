@@ -130,5 +130,5 @@ def cache_compilations() -> Path | None:
     except OSError:
         return None
     jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return path

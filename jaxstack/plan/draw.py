@@ -28,7 +28,8 @@ from jaxstack.parallel.mesh import (
     split_panels,
 )
 from jaxstack.plan.rehearsal import Rehearsal, resolve_plan
-from jaxstack.run.build import build_model, make_trainer
+from jaxstack.run.build import make_trainer
+from jaxstack.run.build_model import build_model
 from jaxstack.run_config import RunConfig
 
 

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
-from jax.typing import DTypeLike
 
 from jaxstack.compress.during_training import compress_in_training
 from jaxstack.data.batch_source import BatchSource as OwnSource
@@ -26,9 +25,7 @@ from jaxstack.loss import LossFunction, language_model_loss
 from jaxstack.models import (
     ModelConfig,
     Transformer,
-    add_adapters,
     in_fp8,
-    with_kv_cache,
 )
 from jaxstack.module_arrays.packed_base import PackedBase
 from jaxstack.module_arrays.views import with_views
@@ -36,6 +33,7 @@ from jaxstack.optim.base import GroupRule, Optimizer
 from jaxstack.parallel import make_mesh
 from jaxstack.preference import preference_loss
 from jaxstack.reinforce.policy import policy_loss
+from jaxstack.run.build_model import build_model
 from jaxstack.run.companions import companions
 from jaxstack.run.setting import Setting, after_loss
 from jaxstack.run_config import RunConfig
@@ -74,20 +72,6 @@ def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
     return model
 
 
-def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Transformer]:
-    """Return a function that creates the configured model, with its adapters, from random keys (`nnx.Rngs`).
-
-    Args:
-      dtype: dtype of the computation.
-    """
-
-    def make(rngs: nnx.Rngs) -> Transformer:
-        model = add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters.rules, rngs)
-        return with_kv_cache(model, config.precision.kv_cache)
-
-    return make
-
-
 def _optimizer(config: RunConfig) -> Optimizer:
     """Return the optimizer of a run, which leaves out the layers for multi-token prediction if nothing trains them."""
     groups = config.optimizer.groups
@@ -114,7 +98,7 @@ def make_trainer(
       devices: devices to build the mesh of; default: all.
       mesh: mesh to use instead. With an `AbstractMesh` the trainer can be described, but cannot run.
       kind: class of the trainer.
-      base: model whose weights stay packed beside the adapters; `load.load_packed_base` loads them.
+      base: model whose weights stay packed beside the adapters; `run.train` loads them.
     """
     if config.precision.kv_cache != "none" and config.parallel.pipeline > 1:
         raise ConfigError(

@@ -18,7 +18,6 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from jaxstack.checkpoint import compressed
 from jaxstack.compress.config import Recipe, load_recipe
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, merge_overrides, merge_trees
@@ -34,23 +33,20 @@ from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.models import ModelConfig, Transformer, with_kv_cache
 from jaxstack.models.huggingface.families import check_model
-from jaxstack.module_arrays import packed_base
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.module_arrays.views import with_views
 from jaxstack.observe.number_format import byte_size
 from jaxstack.parallel import ParallelConfig, StepLayout
 from jaxstack.precision import PrecisionConfig
 from jaxstack.run import generate as generation
-from jaxstack.run.build import build_model
+from jaxstack.run.build_model import build_model
 from jaxstack.run.compress_at_load import choose_at_load, compress_in_place
 from jaxstack.run.generate import GeneratedText
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import Form, initial_variables
-from jaxstack.stored.packed_base import PackedModel
 from jaxstack.stored.run_directory import TrainingRun
-from jaxstack.trainer import Trainer
 
 if TYPE_CHECKING:  # it needs the optional dependency jinja2
     from jaxstack.data.chat import Chats
@@ -265,19 +261,6 @@ def start_parameters(
     stored.check_step()
     report(f"{verb} from {stored.describe()}")
     return stored.read(wanted, model, direct_storage=direct_storage)
-
-
-def load_packed_base(base: PackedModel, trainer: Trainer, report: Callable[[str], None]) -> None:
-    """Read the weights that stay packed beside adapters into a trainer that was made for them.
-
-    Args:
-      base: the model that has the weights.
-      trainer: the trainer, before its state is used.
-      report: called with a line that names the model.
-    """
-    report(f"{len(base.weights)} weights of {base.directory} stay packed")
-    found = compressed.read_compressed(base.directory, wanted=base.weights.__contains__)[0]
-    trainer.load_unsaved(packed_base.packed_arrays(compressed.named_leaves(found)))
 
 
 def load_decoder(

@@ -27,7 +27,7 @@ from jaxstack.loss import LossSum
 from jaxstack.optim.optimizers.sgd import SGD
 from jaxstack.parallel import make_mesh
 from jaxstack.preference import reference_sums
-from jaxstack.run.build import build_model
+from jaxstack.run.build_model import build_model
 from jaxstack.run.load import start_parameters
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig

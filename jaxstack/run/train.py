@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxstack.checkpoint import compressed
 from jaxstack.checkpoint.directory import link_checkpoint
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.during_training import check_start, describe_compression
@@ -33,13 +34,14 @@ from jaxstack.models import (
 )
 from jaxstack.models.count import describe_flops
 from jaxstack.models.low_precision import describe_fp8
+from jaxstack.module_arrays import packed_base
 from jaxstack.observe.number_format import plural
 from jaxstack.preference import LOSSES
 from jaxstack.run.build import CompileAhead, make_trainer, resolve_model
 from jaxstack.run.companions import companions
 from jaxstack.run.evaluate import TrainingTasks
 from jaxstack.run.join import join_job
-from jaxstack.run.load import load_packed_base, start_parameters
+from jaxstack.run.load import start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
 from jaxstack.run.reference import add_references
 from jaxstack.run.setting import Setting, forecast_here
@@ -256,7 +258,9 @@ def _load_frozen(config: RunConfig, base: PackedModel | None, trainer: Trainer, 
     for companion in companions(config):
         companion.load(trainer, say)
     if base is not None:
-        load_packed_base(base, trainer, say)
+        say(f"{len(base.weights)} weights of {base.directory} stay packed")
+        found = compressed.read_compressed(base.directory, wanted=base.weights.__contains__)[0]
+        trainer.load_unsaved(packed_base.packed_arrays(compressed.named_leaves(found)))
 
 
 def _check_settings(config: RunConfig) -> None:

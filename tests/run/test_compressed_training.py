@@ -19,7 +19,7 @@ from jaxstack.config.loader import dump_yaml
 from jaxstack.files import write_file
 from jaxstack.models import from_huggingface
 from jaxstack.parameter_paths import flatten, nest
-from jaxstack.run.build import build_model
+from jaxstack.run.build_model import build_model
 from jaxstack.run.load import read_run_config
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from jaxstack.config.base import Component
-from jaxstack.data.mixture import source_seed
+from jaxstack.data.seeds import source_seed
 from jaxstack.data.token_rows import IGNORE, Row
 from jaxstack.errors import ConfigError
 

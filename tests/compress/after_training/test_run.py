@@ -27,7 +27,7 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.export.source import load_source
 from jaxstack.files import write_file
 from jaxstack.parameter_paths import flatten, nest
-from jaxstack.run.build import build_model
+from jaxstack.run.build_model import build_model
 from jaxstack.run.evaluate import TextOptions, evaluate
 from jaxstack.run.load import start_parameters
 from jaxstack.run_config import load_config
