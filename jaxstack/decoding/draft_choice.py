@@ -6,24 +6,28 @@ models and on the text. How many tokens n-gram drafts give can be counted withou
 (`jaxstack.decoding.ngram_draft.Foreseen`), so that only durations have to be measured; other drafts have to be tried.
 """
 
-import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
 _TRIAL = 32
-"""Measured steps of a whole trial: they decide between the two kinds, so that chance must not."""
+_PROGRAMS = 4
+"""Measured steps, and programs, of a whole trial: they decide between the two kinds, so that chance must not."""
 _FEW = 8
 _HOPELESS = 2.0
 """Measured steps after which a trial ends if a token takes this many times as long."""
-_LONGEST = 4 * _TRIAL
-"""Steps after which a trial ends though fewer than these could be measured."""
+_LONGEST = 4
+"""Times as many steps, and programs, after which a trial ends though fewer than these could be measured."""
 _MEMORY = 128
-"""Newest steps of a kind whose measurements count: texts differ, and contexts grow."""
+"""Newest steps of a kind, in four programs at least, whose measurements count: texts differ, and contexts grow."""
 _SHARE = 0.01
 """Share of the time that may be lost by trials."""
 _LEAST = 0.2
 """Share of its time that a trial costs at least, which limits how often equally fast kinds are tried."""
+_GAIN = 0.03
+"""Share of the time that drafts must save to be begun with after a trial: what they seem to save may be chance."""
+_OUTLIERS = 1 / 32
+"""Share of the programs, but at least one, that is left out: those of the slowest steps."""
 _ASSUMED = 1.25
 """Duration of a step with drafts beside one without, until both are measured."""
 _MARGIN = 1.05
@@ -33,12 +37,18 @@ _MARGIN = 1.05
 class DraftChoice:
     """Chooses for each number of decoded rows, in powers of two, whether steps have drafts.
 
-    The kind that takes fewer seconds for a token of a row is used: the median duration of its newest steps, divided by
-    the mean number of tokens that they gave a row. At first that is steps without drafts. The other kind is tried for
-    some steps whenever the time that trials have lost so far is less than a hundredth of all time. If the number of
-    tokens is foreseen there are no trials: steps have drafts while their foreseen tokens make up for their duration.
-    The first step of a kind after another is not measured, as its time includes waiting for the steps before it; nor
-    are steps with chunks of prompts.
+    The kind that takes fewer seconds for a token of a row is used. These are the seconds between the arrivals of the
+    results of its newest programs, divided by the tokens that these gave a row. A program has one step or several; all
+    of its time counts, such as that in which the device waits for the host to read drafts, which steps without drafts
+    do not need. The slowest program of up to 32, in seconds for a step, is left out, which may have waited for a
+    compilation or another process.
+
+    At first steps have no drafts. The other kind is tried whenever the time that trials have lost, with that which the
+    next one is expected to lose, is less than a hundredth of all time. A trial ends after 32 measured steps in four
+    programs at least, or after eight steps that are hopeless. Drafts are begun with if they save three hundredths of
+    the time, and given up as soon as they save none. If the number of tokens is foreseen there are no trials: steps
+    have drafts while their foreseen tokens make up for their duration. The first program of a kind after another is not
+    measured, as its time includes waiting for those before it; nor are programs with chunks of prompts.
 
     Args:
       clock: returns the time in seconds.
@@ -63,12 +73,12 @@ class DraftChoice:
         return size.gains(foreseen) if self.foresees else size.wants
 
     def observe(self, rows: int, drafts: bool, steps: int, tokens: int) -> None:
-        """Take into account a step whose tokens have just been read.
+        """Take into account a program whose tokens have just been read.
 
         Args:
-          rows: number of decoded rows; 0 for a step that also computed prompts.
-          drafts: the step had drafts.
-          steps: number of steps, if several ran as one program.
+          rows: number of decoded rows; 0 for a program that also computed prompts.
+          drafts: its steps had drafts.
+          steps: number of steps.
           tokens: number of tokens that all rows got.
         """
         now = self._clock()
@@ -98,6 +108,9 @@ class _Size:
         self._trials = 0
         self._seconds = 0.0
         self._lost = 0.0
+        """Seconds that trials have lost."""
+        self._newest_loss = 0.0
+        """Those of the newest trial; the next one is expected to lose as many."""
 
     @property
     def wants(self) -> bool:
@@ -111,17 +124,17 @@ class _Size:
         return plain.known and foreseen > _MARGIN * slower
 
     def measure(self, drafts: bool, seconds: float, steps: int, tokens: float) -> None:
-        """Add the duration of a step of either kind, or of several as one program; see `add`."""
-        self._kinds[drafts].add(seconds / steps, steps, tokens)
+        """Add the duration of a program of either kind; see `add`."""
+        self._kinds[drafts].add(seconds, steps, tokens)
 
     def add(self, seconds: float, steps: int, tokens: float, *, steady: bool) -> None:
-        """Add a step of the wanted kind, or several as one program.
+        """Add a program of the wanted kind.
 
         Args:
-          seconds: time since the step before.
+          seconds: time since the program before.
           steps: number of steps.
           tokens: tokens of a row.
-          steady: the step before was of the same kind and size.
+          steady: the program before was of the same kind and size.
         """
         kind = self._kinds[self.wants]
         if steady:
@@ -137,27 +150,30 @@ class _Size:
         elif self._kinds[False].known:
             self._best = self._drafts_are_faster
             self._seconds += tokens * self._kinds[self._best].seconds
-            if self._lost <= _SHARE * self._seconds:
+            if self._lost + self._newest_loss <= _SHARE * self._seconds:
                 self._trial = _Trial()
 
     @property
     def _drafts_are_faster(self) -> bool:
         kinds = self._kinds
-        return kinds[True].known and kinds[True].seconds < kinds[False].seconds
+        needed = 1.0 if self._best else 1 - _GAIN
+        return kinds[True].known and kinds[True].seconds < needed * kinds[False].seconds
 
     def _end_trial(self, trial: "_Trial") -> None:
         """Count what a trial lost, and choose anew."""
-        self._lost += max(trial.seconds - trial.tokens * self._kinds[self._best].seconds, _LEAST * trial.seconds)
+        lost = trial.seconds - trial.tokens * self._kinds[self._best].seconds
+        self._newest_loss = max(lost, _LEAST * trial.seconds)
+        self._lost += self._newest_loss
         self._trials += 1
         self._trial = None
         self._best = self._drafts_are_faster
 
 
 class _Kind:
-    """Newest measurements of steps of one kind.
+    """Newest measurements of programs of one kind.
 
     Attributes:
-      step_seconds: median duration of a step.
+      step_seconds: duration of a step.
       seconds: seconds for a token of a row.
     """
 
@@ -166,28 +182,27 @@ class _Kind:
         self.seconds = 0.0
         self._measured = deque[tuple[float, int, float]]()
         self._steps = 0
-        self._tokens = 0.0
 
     def add(self, seconds: float, steps: int, tokens: float) -> None:
-        """Add the seconds of a step, the number of such steps, and the tokens that all of them gave a row."""
+        """Add the seconds of a program, the number of its steps, and the tokens that they gave a row."""
         self._measured.append((seconds, steps, tokens))
         self._steps += steps
-        self._tokens += tokens
-        while self._steps - self._measured[0][1] >= _MEMORY:
-            _, steps, tokens = self._measured.popleft()
-            self._steps -= steps
-            self._tokens -= tokens
-        self.step_seconds = statistics.median(seconds for seconds, _, _ in self._measured)
-        self.seconds = self.step_seconds * self._steps / self._tokens
+        while len(self._measured) > _PROGRAMS and self._steps - self._measured[0][1] >= _MEMORY:
+            self._steps -= self._measured.popleft()[1]
+        usual = sorted(self._measured, key=lambda measured: measured[0] / measured[1])
+        kept = usual[: -max(1, int(len(usual) * _OUTLIERS))] or usual
+        whole = sum(seconds for seconds, *_ in kept)
+        self.step_seconds = whole / sum(steps for _, steps, _ in kept)
+        self.seconds = whole / sum(tokens for *_, tokens in kept)
 
     @property
     def known(self) -> bool:
-        """True if enough steps have been measured to judge by them."""
-        return self._steps >= _TRIAL
+        """True if enough programs have been measured to judge by them."""
+        return self._steps >= _TRIAL and len(self._measured) >= _PROGRAMS
 
 
 class _Trial:
-    """Steps of the kind that is not used otherwise, to measure it.
+    """Programs of the kind that is not used otherwise, to measure it.
 
     Attributes:
       seconds, tokens: duration, and tokens of a row.
@@ -197,20 +212,26 @@ class _Trial:
     def __init__(self):
         self.seconds = 0.0
         self.tokens = 0.0
-        self._steps = 0
         self.measured = 0
+        self._steps = 0
+        self._programs = 0
+        self._measured_programs = 0
 
     def add(self, seconds: float, steps: int, tokens: float, *, steady: bool) -> None:
-        """Add a step, see `_Size.add`."""
+        """Add a program, see `_Size.add`."""
         self.seconds += seconds
         self.tokens += tokens
         self._steps += steps
+        self._programs += 1
         self.measured += steps * steady
+        self._measured_programs += steady
 
     @property
     def ended(self) -> bool:
-        """True if enough steps were measured, or too few of them can be."""
-        return self.measured >= _TRIAL or self._steps >= _LONGEST
+        """True if enough programs were measured, or too few of them can be."""
+        if self.measured >= _TRIAL and self._measured_programs >= _PROGRAMS:
+            return True
+        return self._steps >= _LONGEST * _TRIAL and self._programs >= _LONGEST * _PROGRAMS
 
 
 def _size(rows: int) -> int:

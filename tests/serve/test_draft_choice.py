@@ -30,17 +30,22 @@ DELTA = {
 }
 SIZES = EngineConfig(slots=3, page_size=4, chunk=16, context=120, decode_steps=3, draft_tokens=3)
 AT_ONCE = 8
-"""Steps without drafts that run as one program."""
+"""Steps that run as one program."""
 
 
 @dataclasses.dataclass
 class Machine:
-    """Decodes with a choice; a step takes `plain` seconds, or with drafts `drafted`, and then gives a row `tokens`."""
+    """Decodes with a choice; a step takes `plain` seconds, or with drafts `drafted`, and then gives a row `tokens`.
+
+    A program of steps with drafts has `at_once` of them, and takes `gap` seconds besides.
+    """
 
     plain: float
     drafted: float
     tokens: float
     noise: float = 0.0
+    at_once: int = 1
+    gap: float = 0.0
     seconds: float = 0.0
 
     def __post_init__(self):
@@ -50,12 +55,12 @@ class Machine:
         """Tokens that a row got."""
 
     def step(self, rows: int = 1, extra: float = 0.0) -> int:
-        """Run a step that takes `extra` seconds more than usual; return the tokens by drafts that it gave a row."""
+        """Run a program that takes `extra` seconds more than usual; return the tokens by drafts that it gave a row."""
         drafts = self.choice.wants(rows)
-        usual = self.drafted if drafts else AT_ONCE * self.plain
+        steps = self.at_once if drafts else AT_ONCE
+        usual = steps * self.drafted + self.gap if drafts else steps * self.plain
         self.seconds += usual * (1 + self.noise * self.random.exponential()) + extra
-        steps = 1 if drafts else AT_ONCE
-        tokens = 1 + int(self.random.binomial(9, (self.tokens - 1) / 9)) if drafts else steps
+        tokens = steps + int(self.random.binomial(9 * steps, (self.tokens - 1) / 9)) if drafts else steps
         self.given += tokens
         self.choice.observe(rows, drafts, steps, tokens * rows)
         return tokens * drafts
@@ -83,6 +88,35 @@ def test_trials_cost_little_whatever_is_faster(drafted, tokens, noise, rows):
     assert took < 1.04
     if drafted / tokens < 0.8:  # clearly faster
         assert took < 1.04 * drafted / tokens
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    drafted=st.floats(0.5, 8),
+    tokens=st.floats(1, 5),
+    gap=st.sampled_from([0, 0.001, 0.01]),
+    at_once=st.sampled_from([1, 3, 8, 32]),
+    noise=st.sampled_from([0, 0.1]),
+)
+def test_programs_of_several_steps_with_drafts_never_take_longer_than_without(drafted, tokens, gap, at_once, noise):
+    """Of their time all counts, such as what each of them waits for the host, however many steps it has."""
+    machine = Machine(0.001, 0.001 * drafted, tokens, noise, at_once, gap)
+    machine.run(20_000)
+    took = machine.seconds / (20_000 * 0.001 * (1 + noise))
+    with_drafts = (drafted + gap / 0.001 / at_once) / tokens
+    assert took < 1.03 and (with_drafts > 0.9 or took < 1.04 * with_drafts)
+
+
+def test_programs_of_very_many_steps_are_tried_too():
+    assert Machine(0.001, 0.0012, 3.0, at_once=256).run(60_000) > 0.5
+
+
+def test_steps_that_are_fast_in_slow_programs_are_not_chosen():
+    """Most programs have one step of 1 ms, but one in four waits 12 ms for the host."""
+    machine = Machine(0.001, 0.0012, 1.9)
+    for number in range(4000):
+        machine.step(extra=0.012 if machine.choice.wants(1) and number % 4 == 0 else 0.0)
+    assert machine.run(2000) < 0.1
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 4.0), (4.0, 1.0)])
