@@ -12,6 +12,7 @@ Dims: R rows, D tokens per row (the newest and its drafts, at the row's end), Q 
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import get_args
 
@@ -87,7 +88,7 @@ class DraftPrograms:
         self._axes = row_axes(shapes, target.room)
         self._copy = jit(partial(copy_row, self._axes), donate_argnames="pages", out_shardings=layout)
         self._guess = jit(
-            self._guess_step, donate_argnames="pages", out_shardings=(whole, whole, layout), compiler_options=options
+            self._propose, donate_argnames="pages", out_shardings=(whole, whole, layout), compiler_options=options
         )
         many = model.options(many=True)
         self._fill = jit(self._fill_step, donate_argnames="pages", out_shardings=layout, compiler_options=many)
@@ -95,12 +96,12 @@ class DraftPrograms:
         self._loop = DraftLoop(target, self, width=width, most=most, layout=layout)
 
     @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Compile in threads the programs that are called in this `with` block; see `Programs.compiling`."""
+    def starting(self) -> Iterator[list[Future[jax.stages.Compiled]]]:
+        """Compile in threads the programs that are called in this `with` block; see `Programs.starting`."""
         pages = self._pages
         try:
-            with self.target.compiling():
-                yield
+            with self.target.starting() as started:
+                yield started
         finally:
             self._pages = pages
 
@@ -252,19 +253,6 @@ class DraftPrograms:
         model = self.model.module.merge(params, non_params)
         return decode_rows(model, rows, tokens, pages, together=1 if exact else self.together)
 
-    def _guess_step(
-        self,
-        params: PyTree,
-        non_params: PyTree,
-        rows: Int[Array, "R columns"],
-        newest: Int[Array, " R"],
-        recent: RecentTokens | None,
-        mode: Int[Array, ""],
-        pages: Pages,
-    ) -> Guesses:
-        self.target.compiled += 1
-        return self._propose(params, non_params, rows, newest, recent, mode, pages)
-
     def _propose(
         self,
         params: PyTree,
@@ -322,7 +310,6 @@ class DraftPrograms:
         pages: Pages,
     ) -> Pages:
         """Write keys and values of chunks of prompts into the draft model's KV-cache pages; return the pages."""
-        self.target.compiled += 1
         ids, positions, slots = pack_rows([(chunks, tokens)], *page_counts(pages))
         with logical_axis_rules(self.model.rules, self.model.layout):
             model = self.model.module.merge(params, non_params)
@@ -344,7 +331,6 @@ class DraftPrograms:
         Returns:
           Sampled tokens and accepted counts, and the state of changes.
         """
-        self.target.compiled += 1
         unlimited = logits = limit_vocabulary(logits, self.target.vocab_size)
         each = jnp.repeat(rows, self.width, axis=0)
         last = jnp.arange(len(each)) % self.width == self.width - 1

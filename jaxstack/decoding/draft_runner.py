@@ -1,8 +1,10 @@
 """Runs the planned steps of an engine whose tokens a draft model guesses, or layers of the served model itself."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
+import jax
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -35,16 +37,16 @@ class DraftRunner(Runner):
         super().__init__(programs, config, stats, row_counts, kinds)
         self._draft = draft
 
-    def _compiling(self) -> contextlib.AbstractContextManager[None]:
-        return self._draft.compiling()
+    def starting(self) -> contextlib.AbstractContextManager[list[Future[jax.stages.Compiled]]]:
+        return self._draft.starting()
 
     @property
     def _runs_again(self) -> bool:
         return self.programs.replays or self._draft.approximate
 
-    def _sample_padding(self, totals: Collection[int], *, drafts: bool) -> None:
+    def _sample_padding(self, total: int, *, drafts: bool, plain: bool) -> None:
         if not drafts:  # the draft model's programs sample themselves
-            super()._sample_padding(totals, drafts=drafts)
+            super()._sample_padding(total, drafts=drafts, plain=plain)
 
     def _run_empty(
         self,
@@ -69,9 +71,10 @@ class DraftRunner(Runner):
         tokens: Int[np.ndarray, "Q C"] | None,
         *,
         drafts: bool,
+        plain: bool,
     ) -> None:
         self._run_empty(rows, chunks, tokens, drafts=drafts)
-        if not drafts:
+        if plain or not drafts:
             return
         newest = np.zeros(len(rows), np.int32)
         samples = len(rows) * self._width + (0 if chunks is None else len(chunks))

@@ -163,7 +163,6 @@ class DraftLoop:
     ) -> tuple[Int[Array, "most R found"], PyTree, Pages]:
         """Run the steps; arguments as of `run`, results as of a program of `Programs.run_on_pages`."""
         target = self._target
-        target.compiled += 1
         width = self._width
         rows, *before = first
 

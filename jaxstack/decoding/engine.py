@@ -33,8 +33,12 @@ from jaxstack.decoding.schedule import Scheduler
 from jaxstack.decoding.scores import MOST_LIKELIEST
 from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import StepShapes, chunk_shapes, decode_batch_sizes
+from jaxstack.decoding.warm_up import GradualWarmUp
 from jaxstack.errors import ConfigError, JaxstackError, memory_shortage
 from jaxstack.models.adapter_stack import AdapterMatrices
+
+_WARM_UP_SECONDS = 0.02
+"""Seconds after which an idle engine that compiles programs in threads looks whether they are ready."""
 
 
 class EngineBusy(JaxstackError):
@@ -60,6 +64,8 @@ class Engine:
       make_programs: class of its compiled programs; None: `Programs`. `ScoredPrograms` gives log-probabilities, and
         takes no drafts.
       warm_up: compile all programs now; otherwise each is compiled when it is first needed.
+      gradually: compile only those programs now that suffice for all requests, and the others while requests are
+        answered, see `GradualWarmUp`. Needs `warm_up` and `start`.
       start: start the thread; otherwise the caller calls `step`.
 
     Raises:
@@ -79,6 +85,7 @@ class Engine:
         shapes: StepShapes | None = None,
         make_programs: type[Programs] | None = None,
         warm_up: bool = True,
+        gradually: bool = False,
         start: bool = True,
     ):
         self.model = model
@@ -135,7 +142,10 @@ class Engine:
         self._blocks = 0
         """Number of `with` blocks of `together` that have not ended."""
         self._count = 0
-        if warm_up:
+        self._warming: GradualWarmUp | None = None
+        if warm_up and gradually:
+            self._warming = GradualWarmUp(self._runner, self.scheduler, self._time_steps)
+        elif warm_up:
             self.warm_up()
         self._thread = threading.Thread(target=self._run, name="jaxstack engine", daemon=True) if start else None
         if self._thread is not None:
@@ -380,18 +390,38 @@ class Engine:
         if plan is not None:
             runner.dispatch(plan)
             self.stats.computed_tokens += sum(row.count for row in plan.chunks)
+        worked = self._warm_up_further()
         if not runner.busy:
-            return False
+            return worked
         if plan is None or runner.queued_steps >= self.config.steps_ahead:
             self._read()
         return True
 
     def warm_up(self) -> None:
         """Compile and time all programs of the engine now, so that no request has to wait for a compilation."""
+        self._runner.warm_up(self._runner.step_kinds(self.scheduler.shapes, self.scheduler.shapes_alone))
+        self._time_steps()
+
+    @property
+    def warmed_up(self) -> bool:
+        """True if no program is left to compile of a gradual warm-up."""
+        return self._warming is None
+
+    def _time_steps(self) -> None:
+        """Time steps, which decides how many prompt tokens may be computed beside running answers."""
         page = self.pool.allocate(1) or []
-        seconds = self._runner.warm_up(self.scheduler.shapes, page, self.scheduler.shapes_alone)
+        seconds = self._runner.time_steps(self.scheduler.shapes, page)
         self.pool.release(page)
         self.scheduler.shapes_beside = partial(seconds.shapes_within, self.config.chunk_slowdown)
+
+    def _warm_up_further(self) -> bool:
+        """Compile further programs of a gradual warm-up; return False if there was nothing to do."""
+        if self._warming is None or self._closed:
+            return False
+        worked = self._warming.advance()
+        if self._warming.done:
+            self._warming = None
+        return worked
 
     def drain(self, seconds: float) -> bool:
         """Stop accepting requests, and wait up to `seconds` for running ones to end; return False if some did not."""
@@ -414,6 +444,9 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._warming is not None:
+            self._warming.stop()
+            self._warming = None
 
     def _check_open(self) -> None:
         if self.failure is not None:
@@ -428,7 +461,7 @@ class Engine:
                 if self.step():
                     continue
                 with self._changed:
-                    self._changed.wait_for(self._may_go_on)
+                    self._changed.wait_for(self._may_go_on, None if self._warming is None else _WARM_UP_SECONDS)
                     if self._closed and not (self._new or self._cancelled):
                         return
         except Exception as error:  # after any error, callers must not wait forever

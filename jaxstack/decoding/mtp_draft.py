@@ -155,7 +155,6 @@ class PredictionPrograms(DraftPrograms):
         pages: DraftState,
     ) -> Pages:
         """Keep the hidden states of decoded rows; run the prediction layer on prompts, and keep their last states."""
-        self.target.compiled += 1
         pages = _keep(pages, rows, hidden[0], rows[:, Column.COUNT])
         if chunks is None or tokens is None:
             return pages

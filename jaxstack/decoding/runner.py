@@ -5,9 +5,11 @@ import dataclasses
 import functools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -19,7 +21,7 @@ from jaxstack.decoding.sampling import Mode
 from jaxstack.decoding.schedule import Row, StepPlan
 from jaxstack.decoding.scores import unpack_scores
 from jaxstack.decoding.step import Programs
-from jaxstack.decoding.step_shapes import ChunkShape, StepSeconds
+from jaxstack.decoding.step_shapes import ChunkShape, StepKind, StepSeconds
 
 
 @dataclasses.dataclass
@@ -137,6 +139,8 @@ class Runner:
         self._slots = config.slots
         self._stats = stats
         self._kinds = kinds
+        self.compiled: set[StepKind] | None = None
+        """Kinds of steps without adapters whose programs are compiled, to which plans are restricted; None: all are."""
         self._width = 1 + config.draft_tokens  # tokens per decoded row: the newest token and its draft tokens
         self._steps = config.decode_steps
         self._draft_steps = config.draft_steps
@@ -177,25 +181,48 @@ class Runner:
         """True if there are programs of several steps with drafts."""
         return any(self._kinds) and self._steps > 1 and not self.programs.constant_steps
 
+    def has_compiled(self, kind: StepKind) -> bool:
+        """Return True if the programs of a kind of steps are compiled."""
+        return self.compiled is None or kind in self.compiled
+
     @functools.cached_property
     def _ngrams(self) -> NGramSteps:
         return NGramSteps(self.programs, self._width, self._draft_steps)
 
-    def warm_up(
-        self, shapes: Sequence[ChunkShape], page: Sequence[int], alone: Sequence[ChunkShape] = ()
-    ) -> StepSeconds:
-        """Compile the programs for all batch sizes and prompt-chunk shapes; return the seconds that their steps take.
+    def step_kinds(self, shapes: Sequence[ChunkShape], alone: Sequence[ChunkShape] = ()) -> list[StepKind]:
+        """Return the kinds of steps that there are.
 
         Args:
           shapes: shapes of prompt chunks.
-          page: number of one allocated KV-cache page, as a sequence of length 1; timing overwrites it. Empty: chunks
-            are timed at the start of prompts only.
           alone: those of the shapes that also run without decoded rows.
         """
-        with self._compiling():
-            self._run_all(shapes, alone)
+        found = list[StepKind]()
+        for drafts in self._kinds:
+            for adapted in (False, True)[: 1 + self.programs.adapts]:
+                found += [StepKind(drafts, count, None, adapted) for count in self._row_counts]
+                found += [StepKind(drafts, self._slots, shape, adapted) for shape in shapes]
+                found += [StepKind(drafts, 0, shape, adapted) for shape in alone if not drafts]
+        return found
+
+    def warm_up(self, kinds: Sequence[StepKind]) -> None:
+        """Compile the programs of these kinds of steps, and run them once."""
+        with self.programs.compiler.compiling(), self.starting():
+            self.run_padding(kinds)
         # The first run of a program may still allocate and initialize, which no request should wait for.
-        self._run_all(shapes, alone)
+        self.run_padding(kinds)
+
+    def starting(self) -> contextlib.AbstractContextManager[list[Future[jax.stages.Compiled]]]:
+        """Return a context in which programs are compiled in threads instead of run, see `Programs.starting`."""
+        return self.programs.starting()
+
+    def time_steps(self, shapes: Sequence[ChunkShape], page: Sequence[int]) -> StepSeconds:
+        """Return the seconds that steps take.
+
+        Args:
+          shapes: shapes of prompt chunks.
+          page: number of one allocated KV-cache page, as a sequence of length 1; timing overwrites it, and the states
+            of the first slot. Empty: chunks are timed at the start of prompts only.
+        """
         rows = self.programs.table.describe([], self._slots)
         decode = seconds_of(lambda: self._run_empty(rows, None, None, drafts=self._kinds[0]))
         at_start = dict[ChunkShape, float]()
@@ -207,41 +234,47 @@ class Runner:
                 at_end[shape] = self._time_chunks(shape, self.programs.table.describe_deepest(shape, page[0]))
         return StepSeconds(decode, at_start, at_end)
 
-    def _compiling(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which programs are compiled in threads instead of run."""
-        return self.programs.compiling()
+    def run_padding(self, kinds: Iterable[StepKind], *, plain: bool = False) -> None:
+        """Run each program of these kinds of steps once, on padding only, in all ways of sampling.
 
-    def _run_all(self, shapes: Sequence[ChunkShape], alone: Sequence[ChunkShape]) -> None:
-        """Run each program once, on padding only: all batch sizes, prompt-chunk shapes and ways of sampling."""
-        for drafts in self._kinds:
-            self._run_kind(shapes, () if drafts else alone, drafts=drafts)
+        Args:
+          kinds: the kinds of steps.
+          plain: leave out the programs for constraints, scores and changed logits.
+        """
+        for kind in kinds:
+            self._run_kind(kind, plain=plain)
         if self.programs.room.snapshots:
             self._copy_states([(0, 0)])
         self.programs.changes = None
 
-    def _run_kind(self, shapes: Sequence[ChunkShape], alone: Sequence[ChunkShape], *, drafts: bool) -> None:
-        """Run each program of one kind of steps, as `_run_all` does."""
-        width = self._width_of(drafts)
-        totals = set[int]()
-        for adapter in range(1 + self.programs.adapts):
-            for count in self._row_counts:
-                rows = self._padding(count, adapter)
-                self._run_each(rows, None, None, drafts=drafts)
-                if drafts and self._loops_drafts:
-                    self._run_draft_steps([], rows, 0, "greedy")
-                if self._steps > 1 and not drafts:
-                    self.programs.run_steps(rows, 0, self._steps, "greedy")
-                totals.add(count * width)
-            for count, shape in [*((self._slots, shape) for shape in shapes), *((0, shape) for shape in alone)]:
-                rows = self._padding(count, adapter)
-                self._run_each(rows, self._padding(shape.rows, adapter), pad_chunks([], shape), drafts=drafts)
-                totals.add(count * width + shape.rows)
-        self._sample_padding(totals, drafts=drafts)
+    def _run_kind(self, kind: StepKind, *, plain: bool) -> None:
+        """Run the programs of one kind of steps, as `run_padding` does."""
+        drafts = kind.drafts
+        rows = self._padding(kind.rows, kind.adapted)
+        if kind.shape is not None:
+            chunks = self._padding(kind.shape.rows, kind.adapted)
+            self._run_each(rows, chunks, pad_chunks([], kind.shape), drafts=drafts, plain=plain)
+        elif self._run_loop(rows, drafts=drafts) and plain:
+            return  # a step by itself is for what is left out
+        else:
+            self._run_each(rows, None, None, drafts=drafts, plain=plain)
+        total = kind.rows * self._width_of(drafts) + (0 if kind.shape is None else kind.shape.rows)
+        self._sample_padding(total, drafts=drafts, plain=plain)
 
-    def _padding(self, count: int, adapter: int) -> Int[np.ndarray, "R columns"]:
-        """Return the description of rows of padding that are computed with an adapter."""
+    def _run_loop(self, rows: Int[np.ndarray, "R columns"], *, drafts: bool) -> bool:
+        """Run the program of several steps on padding; return False if there is none."""
+        if drafts and self._loops_drafts:
+            self._run_draft_steps([], rows, 0, "greedy")
+        elif self._steps > 1 and not drafts:
+            self.programs.run_steps(rows, 0, self._steps, "greedy")
+        else:
+            return False
+        return True
+
+    def _padding(self, count: int, adapted: bool) -> Int[np.ndarray, "R columns"]:
+        """Return the description of rows of padding, which are computed with the first adapter if `adapted`."""
         rows = self.programs.table.describe([], count)
-        rows[:, Column.ADAPTER] = adapter
+        rows[:, Column.ADAPTER] = adapted
         return rows
 
     def _time_chunks(self, shape: ChunkShape, chunks: Int[np.ndarray, "Q columns"]) -> float:
@@ -250,9 +283,9 @@ class Runner:
         tokens = pad_chunks([], shape)
         return seconds_of(lambda: self._run_empty(rows, chunks, tokens, drafts=self._kinds[0]))
 
-    def _sample_padding(self, totals: Collection[int], *, drafts: bool) -> None:
-        """Sample for batches of these numbers of rows of padding, in each mode."""
-        self.programs.sample_padding(totals)
+    def _sample_padding(self, total: int, *, drafts: bool, plain: bool) -> None:
+        """Sample for a batch of so many rows of padding, in each mode."""
+        self.programs.sample_padding(total, plain=plain)
 
     def _run_each(
         self,
@@ -261,6 +294,7 @@ class Runner:
         tokens: Int[np.ndarray, "Q C"] | None,
         *,
         drafts: bool,
+        plain: bool,
     ) -> None:
         """Run each program of a step on padding only, but for those that sample by themselves."""
         self._run_empty(rows, chunks, tokens, drafts=drafts)
@@ -363,7 +397,8 @@ class Runner:
         """Return the compiled batch size to which the decoded sequences of a step are padded."""
         if plan.shape is not None:
             return 0 if plan.alone else self._slots
-        return next(count for count in self._row_counts if count >= len(plan.decoded))
+        counts = (count for count in self._row_counts if count >= len(plan.decoded))
+        return next((count for count in counts if self.has_compiled(StepKind(plan.drafts, count))), self._slots)
 
     def _run_steps(self, plan: StepPlan) -> Int[Array, "steps rows ..."]:
         rows = self.programs.table.describe(plan.decoded, self._row_count(plan))

@@ -114,6 +114,9 @@ class Scheduler:
       shapes: shapes of prompt chunks; may be replaced before the warm-up.
       shapes_beside: function depth -> shapes of prompt chunks that are allowed while answers are decoded; depth is the
         position of the chunks in the context, from 0 (start) to 1 (end). May be replaced at any time.
+      has_compiled: function (shape, alone) -> True if steps may have chunks of this shape, or steps of chunks alone; at
+        first all may. The smallest shape always may, beside decoded rows. May be replaced at any time.
+      may_draft: steps may have drafts.
       approximate: what the caches have of accepted drafts is approximate, or missing, until the next step with drafts.
       catches_up: a draft model can run tokens that it lacks; otherwise their requests get no more drafts.
       decode_steps, draft_steps: largest number of steps of a plan without prompt chunks, without drafts and with them;
@@ -136,6 +139,8 @@ class Scheduler:
         self.pool = pool
         self.shapes = shapes
         self.shapes_beside: Callable[[float], tuple[ChunkShape, ...]] = lambda depth: self.shapes
+        self.has_compiled: Callable[[ChunkShape, bool], bool] = lambda shape, alone: True
+        self.may_draft = True
         self.decode_steps = 1
         self.draft_steps = 1
         self.draft_tokens = draft_tokens
@@ -161,6 +166,10 @@ class Scheduler:
     def shapes_alone(self) -> Sequence[ChunkShape]:
         """Shapes of chunks that run without decoded rows where nothing is decoded: none if all steps have drafts."""
         return () if self.draft_tokens and self.choice is None else widest_shapes(self.shapes)
+
+    def _runs_alone(self, shape: ChunkShape) -> bool:
+        """Return True if chunks of a shape may run without decoded rows."""
+        return shape in self.shapes_alone and self.has_compiled(shape, True)
 
     def add(self, request: Request) -> None:
         """Put a new request into the waiting queue, after those that start before it."""
@@ -244,7 +253,7 @@ class Scheduler:
 
     def _wants_drafts(self, decoding: Sequence[Request]) -> bool:
         """Return True if the next step, which decodes these requests, is to have drafts."""
-        if not self.draft_tokens:
+        if not self.draft_tokens or not self.may_draft:
             return False
         if self.choice is None or not decoding:
             return self.choice is None
@@ -385,7 +394,7 @@ class Scheduler:
         answers = any(request.filled >= request.target for request in self.running)
         left = [self._chunk_end(request, request.filled, request.target) - request.filled for request in pending]
         depth = max(request.filled for request in pending) / self.context
-        shape = choose_shape(self.shapes_beside(depth) if answers else self.shapes, left)
+        shape = choose_shape(self._compiled(self.shapes_beside(depth) if answers else self.shapes), left)
         rows: list[Row] = []
         for request in pending:
             start = request.filled
@@ -395,6 +404,10 @@ class Scheduler:
                 rows.append(Row(request, start, end - start, request.sampled if last else None))
                 start = request.target if self._states else end
         return rows, shape
+
+    def _compiled(self, shapes: Sequence[ChunkShape]) -> Sequence[ChunkShape]:
+        """Return those of these shapes that steps may have; if there are none, the smallest of all."""
+        return [shape for shape in shapes if self.has_compiled(shape, False)] or self.shapes[:1]
 
     def _chunk_end(self, request: Request, start: int, width: int) -> int:
         """Return the end of a chunk of up to `width` tokens of a prompt, where a snapshot of its states may follow."""
@@ -426,7 +439,7 @@ class Scheduler:
     def _catch_up(self, decoded: Sequence[Row], lag: DraftLag) -> Iterator[tuple[list[Row], ChunkShape]]:
         """Yield batches of chunks of the tokens that a draft model lacks of the rows with drafts, and their shapes."""
         while behind := [row for row in decoded if row.drafts and row.request.drafted < row.start]:
-            shape = choose_shape(self.shapes, [row.start - row.request.drafted for row in behind])
+            shape = choose_shape(self._compiled(self.shapes), [row.start - row.request.drafted for row in behind])
             chunks = list[Row]()
             for row in behind[: shape.rows]:
                 start = row.request.drafted
@@ -459,7 +472,7 @@ class Scheduler:
             kept += self._keep_states(row.request)
         restored = self._restored
         self._restored = []
-        alone = not decoded and not self._drafting and shape in self.shapes_alone
+        alone = shape is not None and not decoded and not self._drafting and self._runs_alone(shape)
         return StepPlan(decoded, chunks, shape, steps, restored, kept, alone, self._drafting, behind)
 
 

@@ -6,6 +6,7 @@ Dims: S slots, R rows, C width of a chunk, V vocabulary.
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -108,8 +109,6 @@ class Programs:
         self.vocab_size = vocab_size
         self.words = -(-(vocab_size or model.config.vocab_size or 0) // 32)
         """int32 words of a row's mask of allowed tokens."""
-        self.compiled = 0
-        """Number of programs compiled so far."""
         self.replays = False
         """True: the model has states, which tokens that were guessed enter only when they are accepted: the next step
         runs them again. To be set before the first step."""
@@ -184,6 +183,11 @@ class Programs:
         with jax.set_mesh(model.rules.mesh):
             first, second, self._pages = program(model.params, model.non_params, *args, pages=self._pages, **named)
         return first, second
+
+    @property
+    def compiled(self) -> int:
+        """Number of programs compiled so far."""
+        return self.compiler.traced
 
     @functools.cached_property
     def _make_cache(self) -> Callable[[Params, Params], Pages]:
@@ -364,40 +368,47 @@ class Programs:
         return repeated
 
     @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Compile in threads the programs that are called in this `with` block, as `ThreadedCompiler.compiling` does.
+    def starting(self) -> Iterator[list[Future[jax.stages.Compiled]]]:
+        """Compile in threads the programs that are called in this `with` block, as `ThreadedCompiler.starting` does.
 
         Their calls run nothing and return shapes. The device state stays as it is.
         """
         last = self._last
         pages = self._pages
         changes = self.changes
+        states = self.states
         try:
-            with self.compiler.compiling():
-                yield
+            with self.compiler.starting() as started:
+                yield started
         finally:
             self._last = last
             self._pages = pages
             self.changes = changes
+            self.states = states
 
-    def sample_padding(self, totals: Iterable[int]) -> None:
-        """Sample for batches of these numbers of rows of padding, in each way that a step may need, to compile it.
+    def sample_padding(self, total: int, *, plain: bool) -> None:
+        """Sample for a batch of so many rows of padding, in each way that a step may need, to compile it.
 
         Modes: greedy, with a temperature only, with top-k, top-p or min-p. Only the last of them is called with a mask
         and, in engines whose programs do not score all tokens, as `Sampling.extended` requests need it.
+
+        Args:
+          total: number of rows.
+          plain: leave out masks and changes.
         """
-        self.put_no_changes()
         with jax.set_mesh(self.model.rules.mesh):
-            for total in sorted(totals):
-                rows = self.table.describe([], total)[:, : Column.PAGES]
-                logits = np.zeros((total, self.model.config.vocab_size or 0), np.float32)
-                logits = jax.device_put(logits, self.model.rules.sharding(jax.P()))
-                for mode in get_args(Mode):
-                    self._sample(logits, self._last, rows, None, changes=None, mode=mode)
-                mask = np.full((total, self.words), -1, np.int32)
-                for changes in (None,) if self.scores else (None, self.changes):
-                    *_, left = self._sample(logits, self._last, rows, mask, changes=changes, mode="limited")
-                    self.changes = left or self.changes
+            rows = self.table.describe([], total)[:, : Column.PAGES]
+            logits = np.zeros((total, self.model.config.vocab_size or 0), np.float32)
+            logits = jax.device_put(logits, self.model.rules.sharding(jax.P()))
+            for mode in get_args(Mode):
+                self._sample(logits, self._last, rows, None, changes=None, mode=mode)
+            if plain:
+                return
+            self.put_no_changes()
+            mask = np.full((total, self.words), -1, np.int32)
+            for changes in (None,) if self.scores else (None, self.changes):
+                *_, left = self._sample(logits, self._last, rows, mask, changes=changes, mode="limited")
+                self.changes = left or self.changes
 
     def _forward_step(
         self,
@@ -413,7 +424,6 @@ class Programs:
         variant: StepVariant,
     ) -> tuple[Float[Array, "all V"], Pages, list[Float[Array, "R C D"]]]:
         """Return the logits of each decoded token and each prompt chunk's last token, the KV cache, and `states`."""
-        self.compiled += 1  # runs only when the program is traced
         newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
         with logical_axis_rules(self.model.rules, self.model.layout):
             model = self.merge_for(params, non_params, adapted=variant.adapted)
@@ -434,7 +444,6 @@ class Programs:
 
         With `changes` samples are rows of `pack_scores`, of the logits before they are changed.
         """
-        self.compiled += 1
         changed = logits if changes is None else change_logits(logits, rows, changes)
         samples = self._sample_tokens(changed, rows, mask, mode)
         if changes is not None:
@@ -443,11 +452,9 @@ class Programs:
         return samples, last.at[rows[:, Column.STORE]].set(self._tokens(samples), mode="drop"), changes
 
     def _empty_changes(self) -> LogitChanges:
-        self.compiled += 1
         return no_changes(self.slots, self.model.config.vocab_size or 0)
 
     def _changes_with(self, state: LogitChanges, slot: Int[Array, ""], row: LogitChanges) -> LogitChanges:
-        self.compiled += 1
         return put_changes(state, slot, row)
 
     def _sample_tokens(
@@ -469,7 +476,6 @@ class Programs:
         return samples if samples.ndim == 1 else samples[:, 0]
 
     def _pool_step(self, hidden: Float[Array, "Q C D"], counts: Int[Array, " Q"]) -> Float[Array, "Q 2 D"]:
-        self.compiled += 1
         hidden = hidden.astype(jnp.float32)
         own = jnp.arange(hidden.shape[1]) >= hidden.shape[1] - counts[:, None]
         return jnp.stack([jnp.where(own[..., None], hidden, 0).sum(1), hidden[:, -1]], 1)
@@ -478,7 +484,6 @@ class Programs:
         self, params: PyTree, non_params: PyTree, hidden: Float[Array, "Q C D"], following: Int[Array, "Q C"]
     ) -> Int[Array, "Q C columns"]:
         """Score the token after each hidden state, a block of them at a time, which limits the memory of the logits."""
-        self.compiled += 1
         count = -(-following.size // _SCORE_BLOCK)
         lacking = count * _SCORE_BLOCK - following.size
         states = jnp.pad(hidden.reshape(following.size, -1), ((0, lacking), (0, 0)))
@@ -510,7 +515,6 @@ class Programs:
         The number of steps and the sampling mode are arguments of the program, so that one is compiled per row count,
         or its constants.
         """
-        self.compiled += 1
 
         def advance(step: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
             newest, sampled, pages = carry

@@ -14,6 +14,22 @@ class ChunkShape(NamedTuple):
     width: int
 
 
+class StepKind(NamedTuple):
+    """Steps that run the same programs, apart from the way in which they sample.
+
+    Attributes:
+      drafts: they have drafts.
+      rows: number of decoded rows, padding included.
+      shape: shape of the chunks of prompts; None: there are none.
+      adapted: a request uses an adapter.
+    """
+
+    drafts: bool
+    rows: int
+    shape: ChunkShape | None = None
+    adapted: bool = False
+
+
 class StepShapes(NamedTuple):
     """Shapes of an engine's steps, for which programs are compiled.
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -100,7 +101,12 @@ def make_parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `python -m jaxstack.serve` with the arguments `argv`; return its exit code."""
     args = make_parser().parse_intermixed_args(argv)
-    return run_command("jaxstack serve", lambda: _serve(args), _LESS_MEMORY)
+    # What is imported stays: the garbage collector would go through it again and again for nothing.
+    gc.disable()
+    try:
+        return run_command("jaxstack serve", lambda: _serve(args), _LESS_MEMORY)
+    finally:
+        gc.enable()
 
 
 def _serve(args: argparse.Namespace) -> int | None:
@@ -131,6 +137,7 @@ def _serve(args: argparse.Namespace) -> int | None:
         from jaxstack.run.adapters import read_adapter
         from jaxstack.run.load import find_reward_head, load
         from pallas_kernels import record_choices
+        from pallas_kernels.target import current_target
 
         with doing("loading the model"):
             run = load(args.run, others, step=args.step, recipe=args.recipe, report=_report)
@@ -152,17 +159,25 @@ def _serve(args: argparse.Namespace) -> int | None:
             print(_plan(run.decoder, engine_config, draft))
             return
         _report(f"[{args.run}, step {run.step}] compiling")
+        _collect_newer_objects()
         tokenizer = run.tokenizer
         name = args.name or Path(args.run).resolve().name
         with doing("compiling"), record_choices() as choices:
             engine = open_engine(
-                run.decoder, engine_config, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens, draft=draft
+                run.decoder,
+                engine_config,
+                vocab_size=tokenizer.vocab_size,
+                stop_tokens=run.stop_tokens,
+                draft=draft,
+                gradually=current_target().platform == "cpu",  # on a GPU XLA measures kernels while it compiles
             )
         if products := describe_backends(choices, "packed_matmul"):
             _report(products)
         with engine, doing(None):
             for named, matrices in adapters.items():
                 engine.load_adapter(named, matrices)
+            gc.collect()
+            _collect_newer_objects()
             serve(
                 engine,
                 tokenizer,
@@ -175,6 +190,12 @@ def _serve(args: argparse.Namespace) -> int | None:
                 router=router,
                 report=_report,
             )
+
+
+def _collect_newer_objects() -> None:
+    """Let the garbage collector run for objects that are made from now on."""
+    gc.freeze()
+    gc.enable()
 
 
 def _plan(model: "Decoder", config: "EngineConfig", draft: "Decoder | None") -> str:

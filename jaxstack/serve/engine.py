@@ -106,12 +106,24 @@ def open_engine(
     stop_tokens: Collection[int] = (),
     draft: ModelOnMesh | None = None,
     warm_up: bool = True,
+    gradually: bool = False,
 ) -> Engine | EngineGroup:
-    """Start and return an `Engine` that serves a model, or an `EngineGroup` if it has data-parallel replicas."""
+    """Start and return an `Engine` that serves a model, or an `EngineGroup` if it has data-parallel replicas.
+
+    Programs are compiled `gradually` by a single engine only, as several would trace them at the same time.
+    """
     models = model.split_replicas()
     drafts = [None] * len(models) if draft is None else draft.split_replicas()
     engines = [
-        Engine(m, config, vocab_size=vocab_size, stop_tokens=stop_tokens, draft=d, warm_up=warm_up)
+        Engine(
+            m,
+            config,
+            vocab_size=vocab_size,
+            stop_tokens=stop_tokens,
+            draft=d,
+            warm_up=warm_up,
+            gradually=gradually and len(models) == 1,
+        )
         for m, d in zip(models, drafts, strict=True)
     ]
     return engines[0] if len(engines) == 1 else EngineGroup(engines)

@@ -87,7 +87,6 @@ def compiled_steps(
     programs.model = types.SimpleNamespace(module=module, rules=rules, layout=StepLayout(peer_sums=sums))
     programs.slots = batch
     programs.vocab_size = None
-    programs.compiled = 0
     room = CacheRoom(batch, ROOM, batch * ROOM // PAGE, PAGE)
     pages = jax.eval_shape(lambda: module.merge(params, {}).make_shared_cache(room))
     pages = jax.tree.map(

@@ -1,6 +1,7 @@
 """The engine's programs are compiled in threads at its start, each once, and no request compiles anything."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 from jaxstack.decoding import compilation
 from jaxstack.decoding.compilation import ThreadedCompiler
-from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.engine import Engine, EngineClosed
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.serve.config import EngineConfig
 from tests.decoding.test_decode import open_decoder
@@ -77,6 +78,55 @@ def test_each_program_is_compiled_once_in_a_thread_and_none_afterwards(name, com
             assert all(handle.result() for handle in handles)
         assert engine.submit([1, 2], 9, Sampling(temperature=0)).result()
         assert not compiled and engine.programs.compiled == count
+
+
+GRADUAL = {
+    "alone": {},
+    "ngram": {"draft_tokens": 2},
+    "ngram always": {"draft_tokens": 2, "drafts": "always"},
+    "draft": {"draft_tokens": 2},
+    "adapters": {"adapters": 1},
+}
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("name", ["alone", *longer("ngram", "ngram always", "draft", "adapters")])
+def test_a_gradual_warm_up_begins_with_few_programs_and_ends_with_all(name, compiled):
+    """Requests meanwhile get their answers, also those that need a program which is not compiled yet."""
+    config = EngineConfig(**SIZES, **GRADUAL[name])
+    draft = open_tiny(seed=1) if name == "draft" else None
+    with Engine(open_tiny(), config, draft=draft, warm_up=False) as whole:
+        handles = [whole.submit(prompt, 12, Sampling(temperature=0)) for prompt in prompts([3, 30, 16])]
+        texts = [handle.result() for handle in handles]
+        whole.warm_up()
+        count = whole.programs.compiled
+    with Engine(open_tiny(), config, draft=draft, gradually=True) as engine:
+        first = engine.programs.compiled
+        even = engine.submit([1, 2, 3], 9, constraint=EvenOnly(9))
+        handles = [engine.submit(prompt, 12, Sampling(temperature=0)) for prompt in prompts([3, 30, 16])]
+        assert [handle.result() for handle in handles] == texts
+        assert len(even.result()) == 9 and not any(token % 2 for token in even.result())
+        wait_until(lambda: engine.warmed_up)
+        assert first < count / 3 and engine.programs.compiled == count
+        compiled.clear()
+        assert [engine.submit(prompt, 12, Sampling(temperature=0)).result() for prompt in prompts([3, 30, 16])] == texts
+        assert not compiled
+
+
+def test_an_engine_that_is_closed_during_its_warm_up_compiles_no_more():
+    engine = Engine(open_tiny(), EngineConfig(**SIZES), gradually=True)
+    first = engine.programs.compiled
+    engine.close()
+    assert engine.programs.compiled < first + 12
+    with pytest.raises(EngineClosed):
+        engine.submit([1], 1)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def make_programs() -> tuple[ThreadedCompiler, Callable[..., jax.Array], Callable[..., jax.Array]]:

@@ -55,7 +55,6 @@ def compiled_steps(together: int | None = None, chunk: int | None = None, drafts
     programs.model = types.SimpleNamespace(module=module, rules=rules, layout=StepLayout())  # sums by XLA
     programs.slots = ROWS
     programs.vocab_size = None
-    programs.compiled = 0
     programs.keeps_states = False
     programs.replays = False
     pages = jax.eval_shape(

@@ -1,0 +1,96 @@
+"""Compiles the programs of an engine while it answers requests."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import jax
+
+from jaxstack.decoding.runner import Runner
+from jaxstack.decoding.schedule import Scheduler
+from jaxstack.decoding.step_shapes import ChunkShape, StepKind
+
+
+class GradualWarmUp:
+    """Compiles first the programs that suffice for all requests, and the others between steps, in threads.
+
+    The first ones are those of the smallest chunks of prompts and of all batch slots. Others are used as soon as they
+    are compiled; masks, scores, changed logits and adapters are exceptions: a step that needs these waits for its own
+    programs. Programs are traced by the engine's thread, which that may take at most half of its time while there are
+    requests. Prompts get the smallest chunks beside decoded rows until all steps have been timed, which is done when no
+    request runs.
+
+    Args:
+      runner: runs the steps.
+      scheduler: plans them.
+      time_steps: times all steps, and sets which chunks the scheduler may plan beside decoded rows.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, time_steps: Callable[[], None]):
+        self._runner = runner
+        self._scheduler = scheduler
+        self._time_steps = time_steps
+        self._compiler = runner.programs.compiler
+        self._compiling = deque[tuple[StepKind, Sequence[Future[jax.stages.Compiled]]]]()
+        self._resume = 0.0
+        self.done = False
+        kinds = runner.step_kinds(scheduler.shapes, scheduler.shapes_alone)
+        smallest = scheduler.shapes[0]
+        self._slots = max(kind.rows for kind in kinds)
+        self._drafts = kinds[0].drafts
+        first = [StepKind(self._drafts, self._slots, shape) for shape in (smallest, None)]
+        with self._compiler.compiling(), runner.starting():
+            runner.run_padding(first, plain=True)
+        runner.compiled = {*first}
+        scheduler.has_compiled = self._has_compiled
+        scheduler.may_draft = self._drafts
+        scheduler.shapes_beside = lambda depth: (smallest,)
+        self._left = deque([*first, *(kind for kind in kinds if kind not in first)])
+
+    def advance(self) -> bool:
+        """Start to compile further programs, or time the steps, if it is time; return False if nothing was done.
+
+        To be called by the thread that runs the steps, which may wait for the device.
+        """
+        began = time.perf_counter()
+        requests = self._scheduler.running or self._scheduler.waiting
+        self._collect()
+        if self._left and self._compiler.has_room and (began > self._resume or not requests):
+            self._start(self._left.popleft())
+        elif not self._left and not self._compiling and not requests and not self._runner.busy:
+            self._end()
+        else:
+            return False
+        self._resume = 2 * time.perf_counter() - began
+        return True
+
+    def stop(self) -> None:
+        """Compile no more."""
+        self._compiler.stop()
+        self.done = True
+
+    def _start(self, kind: StepKind) -> None:
+        """Trace the programs of a kind of steps, which threads compile."""
+        with self._runner.starting() as started:
+            self._runner.run_padding([kind])
+        self._compiling.append((kind, started))
+
+    def _collect(self) -> None:
+        """Let plans use the programs that have been compiled."""
+        assert self._runner.compiled is not None
+        while self._compiling and all(one.done() for one in self._compiling[0][1]):
+            self._runner.compiled.add(self._compiling.popleft()[0])
+            if not self._left and not self._compiling:
+                self._compiler.finish()
+                self._scheduler.may_draft = True
+
+    def _has_compiled(self, shape: ChunkShape, alone: bool) -> bool:
+        return self._runner.has_compiled(StepKind(self._drafts, 0 if alone else self._slots, shape))
+
+    def _end(self) -> None:
+        """Time the steps; plans may have any shapes from now on."""
+        self._time_steps()
+        self._runner.compiled = None
+        self._scheduler.has_compiled = lambda shape, alone: True
+        self.done = True
