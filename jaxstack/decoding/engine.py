@@ -514,6 +514,7 @@ class Engine:
                 self._receive(row.request, tokens, scores)
                 if plan.drafts:
                     self.scheduler.release_unused(row.request)
+        self.stats.count_tokens(given + sum(row.count for row in plan.chunks), plan.steps)
         if self.scheduler.choice is not None:
             rows = len(plan.decoded) if plan.shape is None else 0
             self.scheduler.choice.observe(rows, plan.drafts, plan.steps, given)

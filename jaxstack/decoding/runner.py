@@ -36,6 +36,7 @@ class EngineStats:
       draft_steps: those of them in which tokens were guessed.
       draft_tokens, accepted_tokens: tokens that were guessed, and those of them that were right.
       finished: answers by the reason of their end.
+      step_tokens: number of steps, by the number of tokens of prompts and answers that one computed.
       programs: number of programs whose tokens were read, by kind: `decode`, or `chunks 1x512` (rows x width).
       nanoseconds: total duration of these programs by kind, each from the arrival of the tokens of the program before
         it, or from its own dispatch if that was later, to the arrival of its own tokens.
@@ -51,9 +52,16 @@ class EngineStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     finished: Counter[str] = dataclasses.field(default_factory=Counter)
+    step_tokens: Counter[int] = dataclasses.field(default_factory=Counter)
     programs: Counter[str] = dataclasses.field(default_factory=Counter)
     nanoseconds: Counter[str] = dataclasses.field(default_factory=Counter)
     waiting: int = 0
+
+    def count_tokens(self, tokens: int, steps: int) -> None:
+        """Count steps that computed so many tokens together, about as many each."""
+        each, more = divmod(tokens, steps)
+        self.step_tokens[each] += steps - more
+        self.step_tokens[each + 1] += more
 
     def __add__(self, other: "EngineStats") -> "EngineStats":
         names = [field.name for field in dataclasses.fields(self)]

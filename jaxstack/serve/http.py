@@ -36,6 +36,7 @@ from jaxstack.serve.pair_scores import (
     rerank_body,
     score_body,
 )
+from jaxstack.serve.pooling import ClassifyRequest, PoolingRequest, classify_body, pooling_body
 from jaxstack.serve.protocol import (
     CompletionRequest,
     EmbeddingRequest,
@@ -64,6 +65,9 @@ R = TypeVar(
     | TokenizeRequest
     | DetokenizeRequest,
 )
+
+Pooled = EmbeddingRequest | ScoreRequest | RerankRequest
+"""Requests for outputs of the model that are no text."""
 
 
 class Server:
@@ -113,6 +117,8 @@ class Server:
             "/v1/embeddings": self._embed,
             **dict.fromkeys(("/v1/score", "/score"), self._score),
             **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), self._rerank),
+            "/classify": self._classify,
+            "/pooling": self._pool,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             "/v1/load_lora_adapter": self._load_adapter,
@@ -253,13 +259,52 @@ class Server:
 
     async def _embed(self, request: Request) -> Response:
         body = await self._parse(request, EmbeddingRequest)
-        self._check_unadapted(body.model)
-        vectors, tokens = await self._embed_texts(request, body.prompts, body.priority)
+        vectors, tokens = await self._embed_for(request, body)
+        written = embedding_body(self.name, vectors, tokens, base64=body.encoding_format == "base64")
+        return JSONResponse(written)
+
+    async def _classify(self, request: Request) -> Response:
+        body = await self._parse(request, ClassifyRequest)
+        return JSONResponse(classify_body(self.name, *await self._classify_texts(request, body)))
+
+    async def _pool(self, request: Request) -> Response:
+        body = await self._parse(request, PoolingRequest)
+        if body.task == "classify" or (body.task is None and self._classifier is not None):
+            scores, tokens = await self._classify_texts(request, body)
+            found = list(np.array(scores)[:, None])
+        else:
+            found, tokens = await self._embed_for(request, body, normalized=body.use_activation is not False)
+        written = pooling_body(self.name, found, tokens, base64=body.encoding_format == "base64")
+        return JSONResponse(written)
+
+    async def _classify_texts(self, request: Request, body: ClassifyRequest) -> tuple[list[float], int]:
+        """Return the score of each text of a request by the head of the model, and their number of tokens.
+
+        Raises:
+          Refused: as `Submissions.pool`, or the model has no such head.
+        """
+        if self._classifier is None:
+            raise Refused(
+                400, f"{self.name!r} has no head that classifies texts; serve a reward model, or use /v1/embeddings."
+            )
+        if body.dimensions not in (None, 1):
+            raise Refused(400, f"dimensions must be 1, as a text has one score; found {body.dimensions}.")
+        pooled, tokens = await self._pool_texts(request, body.prompts, body)
+        return classify(self._classifier, [last for _, last in pooled], body.use_activation), tokens
+
+    async def _embed_for(
+        self, request: Request, body: EmbeddingRequest, *, normalized: bool = True
+    ) -> tuple[list[Float[np.ndarray, " D"]], int]:
+        """Return a vector for each text of a request, and their number of tokens.
+
+        Raises:
+          Refused: as `_embed_texts`, or the vectors are not as long as it asks for.
+        """
+        vectors, tokens = await self._embed_texts(request, body.prompts, body, normalized=normalized)
         size = len(vectors[0])
         if body.dimensions not in (None, size):
             raise Refused(400, f"dimensions must be {size}, the model's hidden size; found {body.dimensions}.")
-        written = embedding_body(self.name, vectors, tokens, base64=body.encoding_format == "base64")
-        return JSONResponse(written)
+        return vectors, tokens
 
     async def _score(self, request: Request) -> Response:
         body = await self._parse(request, ScoreRequest)
@@ -278,11 +323,11 @@ class Server:
         Raises:
           Refused: as `Submissions.pool`, or a text does not fit the model.
         """
-        self._check_unadapted(body.model)
         classifier = self._classifier
         if classifier is None:
-            vectors, tokens = await self._embed_texts(request, [*first, *second], body.priority)
+            vectors, tokens = await self._embed_texts(request, [*first, *second], body)
             return cosines(vectors[: len(first)], vectors[len(first) :]), tokens
+        self._check_unadapted(body.model)
         self._submissions.check_count(len(second))
         pairs = zip([*first] * (len(second) // len(first)), second, strict=True)
         self._submissions.check_length([*first, *second])
@@ -294,18 +339,32 @@ class Server:
         return classify(classifier, [last for _, last in pooled], body.use_activation), sum(map(len, prompts))
 
     async def _embed_texts(
-        self, request: Request, texts: Sequence[str | list[int]], priority: int | None
+        self, request: Request, texts: Sequence[str | list[int]], body: Pooled, *, normalized: bool = True
     ) -> tuple[list[Float[np.ndarray, " D"]], int]:
-        """Return a vector of length 1 for each text, and their number of tokens.
+        """Return a vector for each text, of length 1 if `normalized`, and their number of tokens.
 
         Raises:
-          Refused: as `Submissions.pool`.
+          Refused: as `_pool_texts`.
         """
+        pooled, tokens = await self._pool_texts(request, texts, body)
+        vectors = [mean if self.config.pooling == "mean" else last for mean, last in pooled]
+        if normalized:
+            vectors = [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in vectors]
+        return vectors, tokens
+
+    async def _pool_texts(
+        self, request: Request, texts: Sequence[str | list[int]], body: Pooled
+    ) -> tuple[list[Float[np.ndarray, "2 D"]], int]:
+        """Return the mean of the final hidden states of each text, and the last one; and their number of tokens.
+
+        Raises:
+          Refused: as `Submissions.pool`, or the request asks for an adapter.
+        """
+        self._check_unadapted(body.model)
         self._submissions.check_count(len(texts))
         prompts = await self._submissions.encode(texts)
-        pooled = await self._submissions.pool(request, prompts, priority=priority or 0)
-        vectors = [mean if self.config.pooling == "mean" else last for mean, last in pooled]
-        return [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in vectors], sum(map(len, prompts))
+        pooled = await self._submissions.pool(request, prompts, priority=body.priority or 0)
+        return pooled, sum(map(len, prompts))
 
     def _check_unadapted(self, name: str | None) -> None:
         if self._submissions.find_adapter(name) is not None:

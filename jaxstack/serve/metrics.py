@@ -1,11 +1,13 @@
 """Prometheus metrics of the server, under vLLM's metric names so that dashboards made for vLLM work."""
 
 import collections
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.utils import floatToGoString
 
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.requests import Request
@@ -14,6 +16,7 @@ from jaxstack.serve.engine import EngineGroup
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 _DURATION = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 
+_STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 _COUNT = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 
 
@@ -117,12 +120,23 @@ class Metrics:
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+        yield self._step_tokens(stats.step_tokens)
         finished = CounterMetricFamily(
             "vllm:request_success", "Answers by the reason of their end.", labels=["model_name", "finished_reason"]
         )
         for reason in ("stop", "length", "cancelled", "error"):
             finished.add_metric([self._model, "abort" if reason == "cancelled" else reason], stats.finished[reason])
         yield finished
+
+    def _step_tokens(self, counted: Mapping[int, int]) -> Metric:
+        """Return the histogram of the numbers of tokens of steps, given how many steps had each number."""
+        found = list(counted.items())  # at once, as the engine's thread goes on counting
+        limits = [*_STEP_TOKENS, math.inf]
+        buckets = [(floatToGoString(limit), sum(n for tokens, n in found if tokens <= limit)) for limit in limits]
+        text = "Tokens of prompts and answers that a step of the engine computed."
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", text, labels=["model_name"])
+        family.add_metric([self._model], buckets, sum(tokens * n for tokens, n in found))
+        return family
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

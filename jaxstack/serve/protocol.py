@@ -409,15 +409,17 @@ class EmbeddingRequest(Component):
         return _as_prompts(self.input)
 
 
+def encode_vector(vector: Float[np.ndarray, " D"], *, base64: bool) -> str | list[float]:
+    """Return a vector for JSON: its numbers, or their bytes as little-endian float32 in Base64."""
+    return b64encode(vector.astype("<f4").tobytes()).decode() if base64 else vector.tolist()
+
+
 def embedding_body(
     model: str, vectors: Sequence[Float[np.ndarray, " D"]], tokens: int, *, base64: bool
 ) -> dict[str, Any]:
     """Return the response to a request for embeddings: a vector for each text, and the number of their tokens."""
-
-    def write(vector: Float[np.ndarray, " D"]) -> str | list[float]:
-        return b64encode(vector.astype("<f4").tobytes()).decode() if base64 else vector.tolist()
-
-    data = [{"object": "embedding", "index": i, "embedding": write(vector)} for i, vector in enumerate(vectors)]
+    written = [encode_vector(vector, base64=base64) for vector in vectors]
+    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": model, "usage": usage}
 

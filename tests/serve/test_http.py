@@ -21,6 +21,7 @@ from jaxstack.decoding.adapter_places import AdapterPlaces
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.requests import Request
 from jaxstack.serve.config import EngineConfig, ServerConfig
+from jaxstack.serve.metrics import add_up
 from tests.serve.tiny import TOKENIZER, open_tiny
 
 uvicorn = pytest.importorskip("uvicorn")
@@ -599,7 +600,7 @@ def test_the_metrics_have_the_names_of_vllm(client, port, engine):
         "request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket",
         "request_inference_time_seconds_bucket", "request_time_per_output_token_seconds_bucket",
         "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_max_tokens_bucket",
-        "request_max_num_generation_tokens_sum",
+        "request_max_num_generation_tokens_sum", "iteration_tokens_total_bucket",
     ):  # fmt: skip
         assert f"vllm:{name}{{" in text and 'model_name="tiny"' in text
     steps = re.search(r'jaxstack:engine_steps_total\{model_name="tiny"\} (\S+)', text)
@@ -613,6 +614,11 @@ def test_the_metrics_have_the_names_of_vllm(client, port, engine):
     assert counts["e2e_request_latency_seconds"] == counts["request_prompt_tokens"] > 0
     sums = [float(re.findall(r"vllm:request_max_num_generation_tokens_sum\S+ (\S+)", one)[0]) for one in (before, text)]
     assert sums[1] - sums[0] == 7
+    computed = [float(re.findall(r"vllm:iteration_tokens_total_sum\S+ (\S+)", one)[0]) for one in (before, text)]
+    assert computed[1] - computed[0] == 4 * (len([256, *b"a"]) + 7), "of four prompts and answers"
+    assert re.search(r'vllm:iteration_tokens_total_bucket\{le="\+Inf",model_name="tiny"\} (\S+)', text)
+    summed = re.findall(r"vllm:iteration_tokens_total_sum\S+ (\S+)", add_up([before, text], []))
+    assert float(summed[0]) == sum(computed)
     assert 0 < counts["request_decode_time_seconds"] <= counts["request_prompt_tokens"]
 
 

@@ -1,5 +1,7 @@
 """Scores of pairs of texts and ranked documents: cosines of embeddings, or scores of a sequence classifier's head."""
 
+import base64
+
 import numpy as np
 import pytest
 
@@ -61,9 +63,48 @@ def test_a_sequence_classifier_scores_its_own_form_of_a_pair(client, engine):  #
     server.should_exit = True
 
 
+def test_pooling_returns_embeddings_and_scores_of_texts(client, engine, port):  # noqa: F811
+    """Embeddings of a model without a head; with one, a score for each text, also as the label of /classify."""
+    found = client.embeddings.create(model="tiny", input=DOCUMENTS)
+    for more in ({}, {"task": "embed", "dimensions": 32, "truncate_prompt_tokens": None}):
+        status, answer, _ = ask(port, "/pooling", {"model": "tiny", "input": DOCUMENTS, **more})
+        assert status == 200 and [(entry["index"], entry["object"]) for entry in answer["data"]] == [
+            (i, "pooling") for i in range(3)
+        ]
+        for entry, wanted in zip(answer["data"], found.data, strict=True):
+            np.testing.assert_allclose(entry["data"], wanted.embedding, atol=1e-5)
+        assert answer["usage"]["total_tokens"] == found.usage.total_tokens
+    whole = engine.embed([256, *DOCUMENTS[0].encode()])
+    whole.result()
+    body = {"input": DOCUMENTS[0], "use_activation": False, "encoding_format": "base64"}
+    _, answer, _ = ask(port, "/pooling", body)
+    bare = np.frombuffer(base64.b64decode(answer["data"][0]["data"]), "<f4")
+    np.testing.assert_allclose(bare, whole.pooled[1], rtol=1e-4)
+    weights = np.random.default_rng(0).normal(size=32).astype(np.float32)
+    server, place = listen(engine, LIMITS, classifier=Classifier(weights, lambda first, second: []))
+    score = float(whole.pooled[1] @ weights)
+    ids = [256, *DOCUMENTS[0].encode()]
+    for given in (DOCUMENTS[0], [ids]):
+        _, answer, _ = ask(place, "/classify", {"input": given})
+        (entry,) = answer["data"]
+        assert entry["probs"] == [pytest.approx(1 / (1 + np.exp(-score)), rel=1e-4)]
+        assert (entry["label"], entry["num_classes"], answer["usage"]["prompt_tokens"]) == ("LABEL_0", 1, len(ids))
+    _, answer, _ = ask(place, "/pooling", {"input": DOCUMENTS[0], "use_activation": False})
+    assert answer["data"][0]["data"] == [pytest.approx(score, rel=1e-4)]
+    _, answer, _ = ask(place, "/pooling", {"input": DOCUMENTS[0], "task": "embed"})
+    assert len(answer["data"][0]["data"]) == 32
+    server.should_exit = True
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
+        ("/classify", {"input": "a"}, "has no head that classifies texts"),
+        ("/pooling", {"input": "a", "task": "classify"}, "has no head that classifies texts"),
+        ("/pooling", {"input": "a", "task": "token_embed"}, "token_embed asks for values of each token"),
+        ("/pooling", {"input": "a", "dimensions": 5}, "dimensions must be 32"),
+        ("/pooling", {"input": []}, "input"),
+        ("/pooling", {"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "as many as text_2; found 2 and 3"),
         ("/score", {"text_1": "a"}, "text_2"),
         ("/score", {"text_1": "a", "text_2": []}, "at least one text"),
