@@ -108,12 +108,12 @@ class RowTable:
             own[:, Column.INDEX] = [row.index or 0 for row in rows]
         return plan
 
-    def describe_deepest(self, shape: ChunkShape, page: int) -> Int[np.ndarray, "Q columns"]:
-        """Encode full prompt chunks at the end of the longest prompt, all of whose pages are `page`, to time them."""
+    def describe_at(self, shape: ChunkShape, page: int, depth: float) -> Int[np.ndarray, "Q columns"]:
+        """Encode full prompt chunks, to time them, that end at a share of the longest prompt; all pages are `page`."""
         chunks = self.describe([], shape.rows)
         longest = (self._described.shape[1] - Column.PAGES) * self.page_size
         count = min(shape.width, longest)
-        chunks[:, Column.START] = longest - count
+        chunks[:, Column.START] = max(0, int(depth * longest) - count)
         chunks[:, Column.COUNT] = count
         chunks[:, Column.PAGES :] = page
         return chunks

@@ -21,7 +21,7 @@ from jaxstack.decoding.sampling import Mode
 from jaxstack.decoding.schedule import Row, StepPlan
 from jaxstack.decoding.scores import unpack_scores
 from jaxstack.decoding.step import Programs
-from jaxstack.decoding.step_shapes import ChunkShape, StepKind, StepSeconds
+from jaxstack.decoding.step_shapes import ChunkShape, StepKind, StepSeconds, timed_depths
 
 
 @dataclasses.dataclass
@@ -233,14 +233,14 @@ class Runner:
         """
         rows = self.programs.table.describe([], self._slots)
         decode = seconds_of(lambda: self._run_empty(rows, None, None, drafts=self._kinds[0]))
-        at_start = dict[ChunkShape, float]()
-        at_end = dict[ChunkShape, float]()
-        for shape in shapes:
-            at_start[shape] = self._time_chunks(shape, self.programs.table.describe([], shape.rows))
-            at_end[shape] = at_start[shape]
-            if page:
-                at_end[shape] = self._time_chunks(shape, self.programs.table.describe_deepest(shape, page[0]))
-        return StepSeconds(decode, at_start, at_end)
+        table = self.programs.table
+        if not page:
+            return StepSeconds(decode, {1.0: {x: self._time_chunks(x, table.describe([], x.rows)) for x in shapes}})
+        chunks = {
+            depth: {shape: self._time_chunks(shape, table.describe_at(shape, page[0], depth)) for shape in shapes}
+            for depth in timed_depths(self.programs.room.length)
+        }
+        return StepSeconds(decode, chunks)
 
     def run_padding(self, kinds: Iterable[StepKind], *, plain: bool = False) -> None:
         """Run each program of these kinds of steps once, on padding only, in all ways of sampling.

@@ -112,8 +112,8 @@ class Scheduler:
 
     Attributes:
       shapes: shapes of prompt chunks; may be replaced before the warm-up.
-      shapes_beside: function depth -> shapes of prompt chunks that are allowed while answers are decoded; depth is the
-        position of the chunks in the context, from 0 (start) to 1 (end). May be replaced at any time.
+      shapes_beside: function depth -> shapes of prompt chunks that are allowed while answers are decoded; depth is
+        where the chunks end, as a share of the context. May be replaced at any time.
       has_compiled: function (shape, alone) -> True if steps may have chunks of this shape, or steps of chunks alone; at
         first all may. The smallest shape always may, beside decoded rows. May be replaced at any time.
       may_draft: steps may have drafts.
@@ -393,7 +393,8 @@ class Scheduler:
             return [], None
         answers = any(request.filled >= request.target for request in self.running)
         left = [self._chunk_end(request, request.filled, request.target) - request.filled for request in pending]
-        depth = max(request.filled for request in pending) / self.context
+        width = max(shape.width for shape in self.shapes)
+        depth = max(min(request.filled + width, request.target) for request in pending) / self.context
         shape = choose_shape(self._compiled(self.shapes_beside(depth) if answers else self.shapes), left)
         rows: list[Row] = []
         for request in pending:

@@ -64,28 +64,41 @@ def chunk_shapes(tokens: int, slots: int, together: int | None = None) -> tuple[
     return tuple(sorted(shapes, key=lambda shape: (shape.rows * shape.width, shape.width)))
 
 
+_NEAR = 1024
+"""Tokens within which chunks take about as long wherever they are."""
+
+
+def timed_depths(longest: int) -> list[float]:
+    """Return where chunks end when they are timed, as shares of the longest prompt: 1, a half, a quarter and so on."""
+    depths = [1.0]
+    while depths[0] * longest >= 2 * _NEAR:
+        depths.insert(0, depths[0] / 2)
+    return depths
+
+
 class StepSeconds(NamedTuple):
     """Measured durations of the engine's steps, in seconds, with all batch slots decoding.
 
     Attributes:
       decode: a step without prompt chunks.
-      at_start: a step with chunks of each shape at the start of their prompts, whose attention reads few keys.
-      at_end: the same with chunks at the end of the longest prompt that the engine takes.
+      chunks: a step with chunks of each shape, by the depth at which they end: the share of the longest prompt that the
+        engine takes. Ascending; the last is 1.
     """
 
     decode: float
-    at_start: Mapping[ChunkShape, float]
-    at_end: Mapping[ChunkShape, float]
+    chunks: Mapping[float, Mapping[ChunkShape, float]]
 
     def shapes_within(self, slowdown: float, depth: float) -> tuple[ChunkShape, ...]:
         """Return the chunk shapes that slow a decode step by at most the factor `slowdown`, or else the fastest one.
 
+        Attention reads all keys before a chunk, or copies as many as the next of a few sizes has. So a chunk counts as
+        long as one at the next depth that was measured.
+
         Args:
           slowdown: largest duration relative to a step without chunks.
-          depth: position of the chunks in their prompts, from 0, the start, to 1, the longest prompt's end. Attention
-            reads all keys before a chunk, so that durations between the two measured ones grow linearly with it.
+          depth: where the chunks end, as a share of the longest prompt.
         """
-        seconds = {shape: (1 - depth) * at + depth * self.at_end[shape] for shape, at in self.at_start.items()}
+        seconds = self.chunks[min((at for at in self.chunks if at >= depth), default=1.0)]
         limit = max(slowdown * self.decode, min(seconds.values()))
         return tuple(shape for shape, took in seconds.items() if took <= limit)
 

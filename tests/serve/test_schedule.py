@@ -22,7 +22,7 @@ from jaxstack.decoding.ngram_draft import NGramDrafter, accept
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.rows import Column, RowTable
 from jaxstack.decoding.step import Programs
-from jaxstack.decoding.step_shapes import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes
+from jaxstack.decoding.step_shapes import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes, timed_depths
 from jaxstack.models.layer import CacheRoom
 from jaxstack.serve.config import EngineConfig
 
@@ -270,6 +270,7 @@ def choose_room(models, config: EngineConfig, further) -> CacheRoom:
 def make_engine(monkeypatch):
     model = types.SimpleNamespace(
         check_ids=lambda _: None,
+        check_whole=lambda _: None,
         config=types.SimpleNamespace(vocab_size=V, num_nextn_predict_layers=0),
         context_length=None,
         batch_unit=1,
@@ -407,11 +408,13 @@ def test_steps_beside_answers_have_the_shapes_that_are_fast_enough():
     short = ChunkShape(1, 64)
     half = ChunkShape(1, 256)
     whole = ChunkShape(1, 512)
-    seconds = StepSeconds(1.0, {short: 1.2, half: 2.0, whole: 3.4}, {short: 1.4, half: 3.0, whole: 6.4})
+    seconds = StepSeconds(1.0, {0.25: {short: 1.2, half: 2.0, whole: 3.4}, 1.0: {short: 1.4, half: 3.0, whole: 6.4}})
     assert seconds.shapes_within(2, 0) == (short, half) and seconds.shapes_within(9, 1) == (short, half, whole)
-    assert seconds.shapes_within(2.5, 0.5) == (short, half) and seconds.shapes_within(2.5, 0.51) == (short,)
-    slow = StepSeconds(1.0, {half: 5.0, whole: 7.0}, {half: 5.0, whole: 7.0})
+    assert seconds.shapes_within(2.5, 0.25) == (short, half), "at a depth that was measured"
+    assert seconds.shapes_within(2.5, 0.26) == (short,), "as long as at the next one: copies of keys have few sizes"
+    slow = StepSeconds(1.0, {1.0: {half: 5.0, whole: 7.0}})
     assert slow.shapes_within(2, 0) == (half,), "the fastest is always one of them"
+    assert timed_depths(1024) == [1.0] and timed_depths(8192) == [0.125, 0.25, 0.5, 1.0]
 
 
 def test_a_long_prompt_is_cut_by_what_runs_beside_it_and_short_ones_share_a_chunk(make_engine):
@@ -434,7 +437,7 @@ def test_fewer_tokens_of_a_prompt_are_computed_beside_answers_the_more_there_are
         engine._take_messages()
         while (plan := engine.scheduler.plan(in_flight=False)) is not None and plan.shape is not None:
             widths.append(plan.shape.width)
-    assert engine.context == 40 and widths == [16, 8, 8, 8, 4, 4, 4]
+    assert engine.context == 40 and widths == [16, 8, *[4] * 7], "by where the widest chunk would end"
 
 
 def test_the_shape_computes_most_tokens_with_the_least_padding(make_engine):
