@@ -1,7 +1,7 @@
 """The tables of docs/compression_training.md: held-out loss of training with compressed weights."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from scripts.pages import page
 from scripts.pages.page import Page
@@ -30,6 +30,8 @@ NAMES = {
     "distilled": "from the text and the teacher",
 }
 """Implementation -> what the page calls it."""
+SAME = 0.01
+"""Difference of losses, in nats, below which runs began with the same model on the same text."""
 
 
 def table(part: str, rows: Iterable[Row]) -> str:
@@ -37,6 +39,7 @@ def table(part: str, rows: Iterable[Row]) -> str:
     rows = [row for row in rows if row["part"] == part]
     if not rows:
         return f"Not measured yet; `python benchmarks/compression/compressed_training.py --parts {part}` measures it."
+    rows = _of_one_start(rows)
     newest = {penalty: max(row["run"] for row in rows if row.get("penalty") == penalty) for penalty in _penalties(rows)}
     rows = [row for row in rows if row["run"] == newest[row.get("penalty")]]
     rows.sort(key=lambda row: row.get("penalty", 0))
@@ -54,6 +57,17 @@ def table(part: str, rows: Iterable[Row]) -> str:
     about = f"{first['work']}; {of_seeds}{first['date'][:10]}, commit {commits}, {first['device']}."
     drawn = page.table(["weights", "method", "held-out loss", "more than the first"], lines)
     return f"{drawn}\n\n{about[0].upper()}{about[1:]}"
+
+
+def _of_one_start(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows whose runs have the newest run's loss without compression, to which their losses compare."""
+    newest = max(rows, key=lambda row: row["date"])
+    return [row for row in rows if abs(_reference(row) - _reference(newest)) < SAME]
+
+
+def _reference(row: Row) -> float:
+    """Return the loss without compression in a row's run."""
+    return row["loss"] - row["rise"]
 
 
 def _penalties(rows: Iterable[Row]) -> list[float | None]:

@@ -65,6 +65,20 @@ def test_a_description_that_no_row_fits_is_one_message(change, said):
         claims._results("x", {**described, **change})
 
 
+@pytest.mark.parametrize(
+    ("speedup", "goals", "reached"),
+    [
+        (2.0, {}, None),
+        (2.0, {"at_least": {"speedup": 2}}, True),
+        (2.0, {"at_least": {"speedup": 1}, "at_most": {"speedup": 1.5}}, False),
+        (None, {"at_most": {"speedup": 1}}, False),
+    ],
+)
+def test_goals_of_values(speedup, goals, reached):
+    """A value that was not found, such as the step of a loss that no run reaches, reaches no goal."""
+    assert claims._reached({**ROW, "speedup": speedup}, goals) is reached
+
+
 def test_a_result_of_unknown_code_bears_a_mark():
     assert claims.mark(result(None)) == f" {MARK}"  # its commit is unknown
     assert f"2.0 times {MARK}" in claims.claims_table([make_claim("met", results=[result(None)])])
