@@ -366,9 +366,11 @@ class Loop:
         """
         if not self._reads_own_metrics:
             return
-        told = all_gather(f"skipped-{next(_agreements)}", [self.skipped, self.excess], _AGREE_SECONDS)
-        self.skipped = max(skipped for skipped, _ in told)
-        if found := [excess for _, excess in told if excess is not None]:
+        own = [self.skipped, self.excess, self.skips.to_json()]
+        told = all_gather(f"skipped-{next(_agreements)}", own, _AGREE_SECONDS)
+        self.skipped = max(skipped for skipped, *_ in told)
+        self.skips.join(record for *_, record in told)
+        if found := [excess for _, excess, _ in told if excess is not None]:
             self._roll_back(*min(found))
 
     def _roll_back(self, good: int, why: str, advice: str) -> NoReturn:

@@ -1,7 +1,7 @@
 """Detects loss spikes, and counts training steps that were skipped for a bad loss or gradient."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -98,6 +98,19 @@ class SkippedSteps:
             f"step {step} was skipped: loss {values['loss']:.6g}, gradient norm {values['grad_norm']:.6g} "
             f"({spiked if finite else 'must be finite'}); {in_a_row} in a row"
         )
+
+    def join(self, others: Iterable[Mapping[str, Any]]) -> None:
+        """Count the steps that other processes skipped, of which `others` are the records, as steps of this run too.
+
+        So all processes have the same record, which is saved once, as that of several workers in one process is.
+        """
+        recent = set(self._recent)
+        for other in others:
+            new = set(other["recent"]) - recent
+            self.count += len(new)
+            recent |= new
+        newest = max(recent, default=0)
+        self._recent = sorted(step for step in recent if step > newest - WINDOW)
 
     def excess(self, step: int, in_a_row: int) -> tuple[int, str, str] | None:
         """Return (step to go back to, reason, advice) if too many steps were skipped, or None if no limit is exceeded.
