@@ -64,7 +64,7 @@ class Engine:
       make_programs: class of its compiled programs; None: `Programs`. `ScoredPrograms` gives log-probabilities, and
         takes no drafts.
       warm_up: compile all programs now; otherwise each is compiled when it is first needed.
-      gradually: compile only those programs now that suffice for all requests, and the others while requests are
+      gradually: compile only those programs now that suffice for most requests, and the others while requests are
         answered, see `GradualWarmUp`. Needs `warm_up` and `start`.
       start: start the thread; otherwise the caller calls `step`.
 

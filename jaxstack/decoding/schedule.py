@@ -117,6 +117,8 @@ class Scheduler:
       has_compiled: function (shape, alone) -> True if steps may have chunks of this shape, or steps of chunks alone; at
         first all may. The smallest shape always may, beside decoded rows. May be replaced at any time.
       may_draft: steps may have drafts.
+      may_start: function request -> True if it may start; others are let past those that may not. May be replaced at
+        any time.
       approximate: what the caches have of accepted drafts is approximate, or missing, until the next step with drafts.
       catches_up: a draft model can run tokens that it lacks; otherwise their requests get no more drafts.
       decode_steps, draft_steps: largest number of steps of a plan without prompt chunks, without drafts and with them;
@@ -141,6 +143,7 @@ class Scheduler:
         self.shapes_beside: Callable[[float], tuple[ChunkShape, ...]] = lambda depth: self.shapes
         self.has_compiled: Callable[[ChunkShape, bool], bool] = lambda shape, alone: True
         self.may_draft = True
+        self.may_start: Callable[[Request], bool] = lambda request: True
         self.decode_steps = 1
         self.draft_steps = 1
         self.draft_tokens = draft_tokens
@@ -355,8 +358,10 @@ class Scheduler:
 
         One free page has to remain for each running request.
         """
-        while self.waiting and self._free_slots:
-            request = self.waiting[0]
+        while self._free_slots:
+            request = next(filter(self.may_start, self.waiting), None)
+            if request is None:
+                return
             size = self.pool.page_size
             prefix = self.pool.share_prefix([] if request.computes_prompt else request.tokens, request.root)
             request.pages, request.digests = prefix.pages, prefix.digests
@@ -368,7 +373,7 @@ class Scheduler:
                 request.pages = []
                 request.digests = []
                 return
-            self.waiting.popleft()
+            self.waiting.remove(request)
             cached = len(request.pages) * size
             self.prefix_queries += len(request.tokens)
             self.prefix_hits += cached

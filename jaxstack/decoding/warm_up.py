@@ -7,19 +7,20 @@ from concurrent.futures import Future
 
 import jax
 
+from jaxstack.decoding.requests import Request
 from jaxstack.decoding.runner import Runner
 from jaxstack.decoding.schedule import Scheduler
 from jaxstack.decoding.step_shapes import ChunkShape, StepKind
 
 
 class GradualWarmUp:
-    """Compiles first the programs that suffice for all requests, and the others between steps, in threads.
+    """Compiles first the programs that suffice for most requests, and the others between steps, in threads.
 
     The first ones are those of the smallest chunks of prompts and of all batch slots. Others are used as soon as they
-    are compiled; masks, scores, changed logits and adapters are exceptions: a step that needs these waits for its own
-    programs. Programs are traced by the engine's thread, which that may take at most half of its time while there are
-    requests. Prompts get the smallest chunks beside decoded rows until all steps have been timed, which is done when no
-    request runs.
+    are compiled. Requests with a constraint, scores, changed logits or an adapter start when their own programs are
+    compiled, and are overtaken by others. Programs are traced by the engine's thread, for which that takes at most half
+    of its time while requests run. Prompts get the smallest chunks beside decoded rows until all steps have been timed,
+    which is done when no request runs.
 
     Args:
       runner: runs the steps.
@@ -43,6 +44,11 @@ class GradualWarmUp:
         with self._compiler.compiling(), runner.starting():
             runner.run_padding(first, plain=True)
         runner.compiled = {*first}
+        self._changed = {*first}
+        """Kinds of steps that requests with constraints and the like need and that are not compiled yet."""
+        self._adapted = {kind for kind in kinds if kind.adapted}
+        """Those that requests with adapters need."""
+        scheduler.may_start = self._may_start
         scheduler.has_compiled = self._has_compiled
         scheduler.may_draft = self._drafts
         scheduler.shapes_beside = lambda depth: (smallest,)
@@ -54,7 +60,7 @@ class GradualWarmUp:
         To be called by the thread that runs the steps, which may wait for the device.
         """
         began = time.perf_counter()
-        requests = self._scheduler.running or self._scheduler.waiting
+        requests = self._scheduler.running
         self._collect()
         if self._left and self._compiler.has_room and (began > self._resume or not requests):
             self._start(self._left.popleft())
@@ -80,10 +86,17 @@ class GradualWarmUp:
         """Let plans use the programs that have been compiled."""
         assert self._runner.compiled is not None
         while self._compiling and all(one.done() for one in self._compiling[0][1]):
-            self._runner.compiled.add(self._compiling.popleft()[0])
+            kind = self._compiling.popleft()[0]
+            self._runner.compiled.add(kind)
+            self._changed.discard(kind)
+            self._adapted.discard(kind)
             if not self._left and not self._compiling:
                 self._compiler.finish()
                 self._scheduler.may_draft = True
+
+    def _may_start(self, request: Request) -> bool:
+        lacking = (request.single_steps and self._changed) or (request.adapter is not None and self._adapted)
+        return not lacking
 
     def _has_compiled(self, shape: ChunkShape, alone: bool) -> bool:
         return self._runner.has_compiled(StepKind(self._drafts, 0 if alone else self._slots, shape))
@@ -93,4 +106,5 @@ class GradualWarmUp:
         self._time_steps()
         self._runner.compiled = None
         self._scheduler.has_compiled = lambda shape, alone: True
+        self._scheduler.may_start = lambda request: True
         self.done = True

@@ -113,6 +113,17 @@ def test_a_gradual_warm_up_begins_with_few_programs_and_ends_with_all(name, comp
         assert not compiled
 
 
+def test_requests_that_need_further_programs_are_overtaken_until_these_are_compiled(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(ThreadedCompiler, "has_room", False)
+        engine = Engine(open_tiny(), EngineConfig(**SIZES), gradually=True)
+        even = engine.submit([1, 2, 3], 9, constraint=EvenOnly(9))
+        assert len(engine.submit([4, 5], 9, Sampling(temperature=0)).result()) == 9
+        assert even.times.started is None and engine.waiting == 1
+    with engine:
+        assert len(even.result()) == 9
+
+
 def test_an_engine_that_is_closed_during_its_warm_up_compiles_no_more():
     engine = Engine(open_tiny(), EngineConfig(**SIZES), gradually=True)
     first = engine.programs.compiled
