@@ -14,6 +14,9 @@ def with_own_ids(schema: dict[str, Any], name: str) -> dict[str, Any]:
     Args:
       schema: a JSON schema; it may lack an `$id`, or have the same ones as another.
       name: a URI that is the schema's alone.
+
+    Raises:
+      ValueError: an `$id` or a `$ref` is no URI.
     """
     base = schema["$id"] if isinstance(schema.get("$id"), str) else name
     names = {found: f"{name}:{quote(found, safe='')}" for found in _ids(schema, base)} | {base: name}
@@ -23,7 +26,16 @@ def with_own_ids(schema: dict[str, Any], name: str) -> dict[str, Any]:
 def _base(part: dict[str, Any], base: str) -> str:
     """Return the URI that references in a part of a schema are relative to, given that around it."""
     own = part.get("$id")
-    return urldefrag(urljoin(base, own)).url if isinstance(own, str) else base
+    return _join(base, own)[0] if isinstance(own, str) else base
+
+
+def _join(base: str, reference: str) -> tuple[str, str]:
+    """Return the absolute URI of a reference without its fragment, and the fragment."""
+    try:
+        found = urldefrag(urljoin(base, reference))
+    except ValueError as error:
+        raise ValueError(f"$id and $ref of a schema must be URIs; {reference!r} is none: {error}") from None
+    return found.url, found.fragment
 
 
 def _ids(part: Any, base: str) -> Iterator[str]:
@@ -51,13 +63,13 @@ def _rename(part: Any, base: str, names: dict[str, str]) -> Any:
     renamed = dict[str, Any]()
     for key, value in part.items():
         if key in ("$id", "$ref") and isinstance(value, str):
-            renamed[key] = _rename_uri(urljoin(own, value), names) if key == "$ref" else names.get(own, value)
+            renamed[key] = _rename_reference(own, value, names) if key == "$ref" else names.get(own, value)
         else:
             renamed[key] = value if key in _VALUES else _rename(value, own, names)
     return renamed
 
 
-def _rename_uri(uri: str, names: dict[str, str]) -> str:
+def _rename_reference(base: str, reference: str, names: dict[str, str]) -> str:
     """Return a reference with the new name of what it refers to, if it has one."""
-    place, fragment = urldefrag(uri)
-    return f"{names[place]}#{fragment}" if place in names else uri
+    place, fragment = _join(base, reference)
+    return f"{names[place]}#{fragment}" if place in names else reference

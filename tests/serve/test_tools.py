@@ -169,3 +169,9 @@ def test_what_looks_like_a_name_in_the_values_of_a_schema_stays():
     found = with_own_ids(schema, "urn:a")
     assert found["properties"] == schema["properties"] and found["$id"] == "urn:a"
     assert found["$defs"]["b"] == {**schema["$defs"]["b"], "$id": "urn:a:urn%3Ab"}
+
+
+@pytest.mark.parametrize("keyword", ["$id", "$ref"])
+def test_names_of_schemas_that_are_no_uris_are_told(keyword):
+    with pytest.raises(ValueError, match=r"must be URIs; 'http://\[x' is none"):
+        with_own_ids({"properties": {"a": {keyword: "http://[x"}}}, "urn:a")
