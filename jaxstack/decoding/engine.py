@@ -92,9 +92,11 @@ class Engine:
         self.config = config or EngineConfig()
         self.stop_tokens = frozenset(stop_tokens)
         self.vocab_size = vocab_size or model.config.vocab_size or 0
+        if make_programs is None:
+            model.check_whole("serving")
         _check_models(model, draft, shapes, self.config)
         self.adapters = AdapterPlaces(model, self.config.adapters, self.config.adapter_rank)
-        # The engine of a window of layers has its own programs, which keep no hidden states.
+        # The engine of a model in parts has its own programs, which do not guess.
         predicts = draft is None and make_programs is None and predicts_tokens(model, self.config)
         by_ngram = draft is None and not predicts
         models = [model] if draft is None else [model, draft]
@@ -592,8 +594,6 @@ def _check_models(
     Raises:
       ConfigError: there are no draft tokens for the draft model, or the mesh splits batches and no shapes are given.
     """
-    if shapes is None:
-        model.check_whole("serving")
     if draft is not None and not config.draft_tokens:
         raise ConfigError("a draft model guesses engine.draft_tokens tokens per step; set it to 4, for example.")
     if shapes is None and model.batch_unit > 1:

@@ -43,7 +43,7 @@ def describe_memory(model: ModelOnMesh, config: EngineConfig, draft: ModelOnMesh
     rows.append(("logits of a step", units.sampling, f"{room.slots:,} slots, at least"))
     used = sum(count for _, count, _ in rows)
     available = memory_per_device()
-    devices = model.rules.mesh.size
+    devices = model.device_count
     lines = [f"{devices} device(s), memory unknown"]
     if available is not None:
         total = available * devices

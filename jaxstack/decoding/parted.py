@@ -4,9 +4,12 @@ A part is consecutive layers. `layer_window` has parts on one device, whose weig
 for each stage, between which activations are sent.
 """
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +18,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxstack.decoding.cache_room import copy_row, row_axes
+from jaxstack.decoding.compilation import ThreadedCompiler
 from jaxstack.decoding.decode import Params
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.rows import Column, Pages, RecentTokens, RowTokens, pack_rows, sampled_logits, split_packed
@@ -61,6 +66,8 @@ class PartedDecoder(Decoder):
         **options: Any,
     ):
         self.stages = list(stages)
+        self.dispatching = threading.Lock()
+        """Held while a step is dispatched: the programs of several engines reach all devices in one order."""
         super().__init__(module, params, non_params, self.stages[-1], steps=1, **options)
         self.make_programs = PartPrograms
         layers = module.merge(module.abstract_params, module.abstract_non_params).decoder.layers
@@ -116,6 +123,7 @@ class PartPrograms(Programs):
     def __init__(self, model: PartedDecoder, room: CacheRoom, **settings: Any):
         self.parted = model
         super().__init__(model, room, **settings)
+        self.compiler = ThreadedCompiler()  # without programs: none returns shapes to parts, which are not its own
         options = model.compiler_options
         self._enter = jax.jit(self._enter_step, compiler_options=options)
         self._run_part = jax.jit(
@@ -147,6 +155,39 @@ class PartPrograms(Programs):
             caches = self.parted.merge({}).make_shared_cache(self.room)
         return [caches[number] for part in self.parted.parts if part.stage == stage for number in part.layers]
 
+    def merge(self, params: Params, non_params: Params) -> Transformer:
+        del non_params
+        return self.parted.merge(params)
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[list[Future[jax.stages.Compiled]]]:
+        """Start nothing: parts are compiled when they first run, one after the other."""
+        yield []
+
+    @functools.cached_property
+    def _copies(self) -> list[Callable[..., LayerCache]]:
+        """Programs that copy a row of the states of each layer."""
+        axes = row_axes(self._cache_shapes, self.room)
+        return [jax.jit(functools.partial(copy_row, layer), donate_argnames="pages") for layer in axes]
+
+    def copy_states(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Dispatch copies of rows of the caches of fixed size, such as states, each (from, to)."""
+        for source, target in copies:
+            for number, copy in enumerate(self._copies):
+                self._pages[number] = copy(np.int32(source), np.int32(target), pages=self._pages[number])
+
+    def run(self, *args: Any, **options: Any) -> Int[Array, "all ..."]:
+        """Dispatch one step, as `Programs.run`."""
+        with self.parted.dispatching:
+            return super().run(*args, **options)
+
+    def score_prompts(self, following: Int[np.ndarray, "Q C"]) -> Int[Array, "Q C columns"]:
+        """Score the tokens of the newest step's prompt chunks on the last stage, as `Programs.score_prompts`."""
+        model = self.parted
+        params = {**model.final, model.head: model.take(len(self._pages))}
+        with self.parted.dispatching, jax.set_mesh(model.rules.mesh):
+            return self._score(params, {}, self.states[1], following)
+
     def forward(
         self,
         rows: Int[np.ndarray, "R columns"],
@@ -177,7 +218,7 @@ class PartPrograms(Programs):
                 self._pages[number] = cache
                 model.release(number, x)
         head = len(self._pages)
-        logits = self._leave(model.final, model.take(head), x, groups)
+        logits, self.states = self._leave(model.final, model.take(head), x, groups)
         model.release(head, logits)
         return logits
 
@@ -240,12 +281,12 @@ class PartPrograms(Programs):
 
     def _leave_step(
         self, final: Params, head: Params, x: Float[Array, "1 T D"], groups: Sequence[RowTokens]
-    ) -> Float[Array, "all V"]:
-        """Return the logits after the tokens to sample from, given the last layer's output and the output head."""
+    ) -> tuple[Float[Array, "all V"], list[Float[Array, "R C D"]]]:
+        """Return the logits to sample from, given the last layer's output and the output head, and `states`."""
         with logical_axis_rules(self.model.rules, self.model.layout):
             model = self.parted.merge({**final, self.parted.head: head})
-            hidden = jnp.reshape(model.leave(x), (-1, x.shape[-1]))
-            return sampled_logits(model, split_packed(hidden, groups))
+            hidden = split_packed(jnp.reshape(model.leave(x), (-1, x.shape[-1])), groups)
+            return sampled_logits(model, hidden), hidden if self.keeps_states else []
 
 
 def _same(kinds: Sequence[nnx.GraphDef], one: Part, other: Part) -> bool:

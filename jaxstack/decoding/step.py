@@ -490,7 +490,7 @@ class Programs:
         tokens = jnp.pad(following.ravel(), (0, lacking))
 
         def score(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-            logits = self.model.module.merge(params, non_params).logits(block[0])
+            logits = self.merge(params, non_params).logits(block[0])
             return pack_scores(limit_vocabulary(logits, self.vocab_size), block[1])
 
         with logical_axis_rules(self.model.rules, self.model.layout):

@@ -4,8 +4,11 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from jaxstack.decoding.cache_room import choose_room
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.engine import Engine, EngineBusy
+from jaxstack.decoding.parted import PartPrograms
+from jaxstack.decoding.pipeline import PipelineDecoder
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.runner import EngineState
 from jaxstack.decoding.sampling import Sampling
@@ -108,10 +111,17 @@ def open_engine(
     warm_up: bool = True,
     gradually: bool = False,
 ) -> Engine | EngineGroup:
-    """Start and return an `Engine` that serves a model, or an `EngineGroup` if it has data-parallel replicas.
+    """Start and return an `Engine` that serves a model, or an `EngineGroup` if it has data-parallel replicas or stages.
 
     Programs are compiled `gradually` by a single engine only, as several would trace them at the same time.
+
+    Raises:
+      ConfigError: as `Engine`, or a setting is one that a pipeline does not have.
     """
+    if isinstance(model, PipelineDecoder):
+        each = _for_each_group(model, config or EngineConfig(), draft)
+        options = {"vocab_size": vocab_size, "stop_tokens": stop_tokens, "warm_up": warm_up}
+        return EngineGroup([Engine(model, each, make_programs=PartPrograms, **options) for _ in range(model.groups)])
     models = model.split_replicas()
     drafts = [None] * len(models) if draft is None else draft.split_replicas()
     engines = [
@@ -127,3 +137,22 @@ def open_engine(
         for m, d in zip(models, drafts, strict=True)
     ]
     return engines[0] if len(engines) == 1 else EngineGroup(engines)
+
+
+def _for_each_group(model: PipelineDecoder, config: EngineConfig, draft: ModelOnMesh | None) -> EngineConfig:
+    """Return the settings of the engine of each group of requests of a pipeline, which share slots and pages.
+
+    Raises:
+      ConfigError: there are drafts, adapters or half-batches, which the programs of a pipeline do not have.
+    """
+    wrong = {
+        "a draft model (--draft)": draft is not None,
+        "engine.draft_tokens": config.draft_tokens > 0,
+        "engine.adapters": config.adapters > 0,
+        "engine.half_batches_from": config.half_batches_from is not None,
+    }
+    if found := [name for name, given in wrong.items() if given]:
+        raise ConfigError(f"a pipeline is served without {found[0]}; leave it out, or set parallel.pipeline=1.")
+    room = choose_room([model], config)
+    sizes = {"slots": -(-config.slots // model.groups), "pages": max(1, room.pages // model.groups), "decode_steps": 1}
+    return config.model_copy(update=sizes)
