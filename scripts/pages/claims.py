@@ -21,8 +21,9 @@ MARK = "†"
 """Mark of a result whose code has changed since its commit, or whose commit is in no history here."""
 TITLES = ("technique", "claim", "what was run", "result", "commit", "date", "verdict")
 MODEL_CODE = (
-    "attention", "block.py", "config.py", "embedding.py", "initialization.py", "layer.py", "linear.py", "mixers",
-    "mlp.py", "moe", "moe_layer.py", "norm.py", "remat.py", "rope.py", "stack.py", "transformer.py",
+    "attention/base.py", "attention/latent.py", "attention/softmax.py", "block.py", "config.py", "embedding.py",
+    "initialization.py", "layer.py", "linear.py", "mixers", "mlp.py", "moe", "moe_layer.py", "norm.py", "remat.py",
+    "rope.py", "stack.py", "transformer.py",
 )  # fmt: skip
 KERNEL_CODE = ("attention", "cross_entropy", "fused_mlp", "grouped_gemm", "hopper", "normalization", "pointwise")
 STEP_CODE = (
