@@ -366,10 +366,10 @@ class Loop:
         """
         if not self._reads_own_metrics:
             return
-        own = [self.skipped, self.excess, self.skips.to_json()]
+        own = [self.skipped, self.excess, self.skips.unjoined]
         told = all_gather(f"skipped-{next(_agreements)}", own, _AGREE_SECONDS)
         self.skipped = max(skipped for skipped, *_ in told)
-        self.skips.join(record for *_, record in told)
+        self.skips.join(steps for *_, steps in told)
         if found := [excess for _, excess, _ in told if excess is not None]:
             self._roll_back(*min(found))
 

@@ -418,7 +418,7 @@ class Engine:
 
     def _warm_up_further(self) -> bool:
         """Compile further programs of a gradual warm-up; return False if there was nothing to do."""
-        if self._warming is None or self._closed:
+        if self._warming is None or (self._closed and not self._requests):
             return False
         worked = self._warming.advance()
         if self._warming.done:
@@ -464,7 +464,7 @@ class Engine:
                     continue
                 with self._changed:
                     self._changed.wait_for(self._may_go_on, None if self._warming is None else _WARM_UP_SECONDS)
-                    if self._closed and not (self._new or self._cancelled):
+                    if self._closed and not (self._new or self._cancelled or self._requests):
                         return
         except Exception as error:  # after any error, callers must not wait forever
             shortage = memory_shortage(error)
@@ -475,7 +475,8 @@ class Engine:
 
     def _may_go_on(self) -> bool:
         """Return True if an idle engine has something to do, or is to end."""
-        return self._closed or (not self._blocks and bool(self._new or self._cancelled))
+        told = bool(self._new or self._cancelled)
+        return (told and not self._blocks) or (self._closed and (told or not self._requests))
 
     def _fail(self, message: str) -> None:
         with self._changed:
@@ -493,6 +494,8 @@ class Engine:
 
     def _take_messages(self) -> None:
         """Receive what other threads sent: queue newly submitted requests and end cancelled ones."""
+        if self._blocks and not self._requests and not self._closed:
+            return  # an idle engine that warms up looks for messages before the end of a block of `together`
         while self._new:
             request = self._new[0]
             self._count = self._count + 1

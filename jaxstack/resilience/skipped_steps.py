@@ -73,6 +73,8 @@ class SkippedSteps:
         self.count: int = saved["count"] if saved else 0
         """Number of all skipped steps."""
         self._recent: list[int] = list(saved["recent"]) if saved else []
+        self.unjoined: list[int] = []
+        """Steps that were added since the last call of `join`."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record of skipped steps as plain JSON, for a checkpoint."""
@@ -91,6 +93,7 @@ class SkippedSteps:
           The message about this step.
         """
         self.count += 1
+        self.unjoined.append(step)
         self._recent = [*(past for past in self._recent if past > step - WINDOW), step]
         finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
         spiked = "at most {:.4g} and {:.4g}, by resilience.spike_threshold".format(*limits)
@@ -99,16 +102,18 @@ class SkippedSteps:
             f"({spiked if finite else 'must be finite'}); {in_a_row} in a row"
         )
 
-    def join(self, others: Iterable[Mapping[str, Any]]) -> None:
-        """Count the steps that other processes skipped, of which `others` are the records, as steps of this run too.
+    def join(self, skipped: Iterable[Iterable[int]]) -> None:
+        """Count the steps that other processes skipped as steps of this run too.
 
         So all processes have the same record, which is saved once, as that of several workers in one process is.
+
+        Args:
+          skipped: `unjoined` of each process, of this one too.
         """
-        recent = set(self._recent)
-        for other in others:
-            new = set(other["recent"]) - recent
-            self.count += len(new)
-            recent |= new
+        told = set[int]().union(*skipped)
+        self.count += len(told.difference(self.unjoined))
+        self.unjoined = []
+        recent = told.union(self._recent)
         newest = max(recent, default=0)
         self._recent = sorted(step for step in recent if step > newest - WINDOW)
 

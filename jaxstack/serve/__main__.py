@@ -128,6 +128,7 @@ def _serve(args: argparse.Namespace) -> int | None:
         raise ConfigError(f"serving needs {error.name}: pip install 'jaxstack[serve]'.") from None
     engine_key = _read_key(ENGINE_KEY)
     if args.replicas is not None and not args.plan:
+        _collect_newer_objects()
         return serve_replicas(args, config.server, key, engine_key, _report)
     address = None if args.router is None else parse_url(args.router)
     with contextlib.ExitStack() as stack:

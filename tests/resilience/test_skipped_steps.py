@@ -48,13 +48,13 @@ def test_spikes_with_good_steps_between_them_end_the_run_too(tmp_path, capfd):
 def test_steps_that_other_processes_skipped_are_steps_of_the_run():
     """Each counts once, whichever of them skipped it, and old ones are forgotten together."""
     records = [SkippedSteps(ResilienceConfig()) for _ in range(3)]
-    for record, steps in zip(records, ([5, 9], [9, 40], []), strict=True):
-        for step in steps:
-            record.add(step, 1, VALUES, LIMITS)
-    told = [record.to_json() for record in records]
-    for record in records:
-        record.join(told)
-        assert record.to_json() == {"count": 3, "recent": [5, 9, 40]}
-    records[2].add(40 + WINDOW, 1, VALUES, LIMITS)
-    records[0].join([records[2].to_json()])
-    assert records[0].to_json() == {"count": 4, "recent": [40 + WINDOW]}
+    turns = [([5, 9], [9, 40], []), ([], [], [40 + WINDOW]), ([2 * WINDOW, 4 * WINDOW], [3 * WINDOW], [4 * WINDOW])]
+    wanted = [(3, [5, 9, 40]), (4, [40 + WINDOW]), (7, [4 * WINDOW])]
+    for skipped, (count, recent) in zip(turns, wanted, strict=True):
+        for record, steps in zip(records, skipped, strict=True):
+            for step in steps:
+                record.add(step, 1, VALUES, LIMITS)
+        told = [[*record.unjoined] for record in records]
+        for record in records:
+            record.join(told)
+            assert record.to_json() == {"count": count, "recent": recent}

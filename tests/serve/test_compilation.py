@@ -124,6 +124,33 @@ def test_requests_that_need_further_programs_are_overtaken_until_these_are_compi
         assert len(even.result()) == 9
 
 
+def test_requests_that_wait_for_programs_end_when_the_engine_is_closed(monkeypatch):
+    monkeypatch.setattr(ThreadedCompiler, "has_room", False)
+    engine = Engine(open_tiny(), EngineConfig(**SIZES), gradually=True)
+    even = engine.submit([1, 2, 3], 9, constraint=EvenOnly(9))
+    wait_until(lambda: bool(engine.scheduler.waiting))
+    assert not engine.drain(0.1)
+    engine.close()
+    assert even.finish_reason == "cancelled"
+
+
+@pytest.mark.longer
+def test_an_engine_that_drains_compiles_what_its_requests_wait_for():
+    with Engine(open_tiny(), EngineConfig(**SIZES), gradually=True) as engine:
+        even = engine.submit([1, 2, 3], 9, constraint=EvenOnly(9))
+        assert engine.drain(240) and len(even.result()) == 9
+
+
+def test_requests_that_are_submitted_together_start_together_during_the_warm_up(monkeypatch):
+    monkeypatch.setattr(ThreadedCompiler, "has_room", False)
+    with Engine(open_tiny(), EngineConfig(**SIZES), gradually=True) as engine:
+        with engine.together():
+            first = engine.submit([1, 2, 3], 9, Sampling(temperature=0))
+            time.sleep(0.2)
+            assert first.times.started is None
+        assert len(first.result()) == 9
+
+
 def test_an_engine_that_is_closed_during_its_warm_up_compiles_no_more():
     engine = Engine(open_tiny(), EngineConfig(**SIZES), gradually=True)
     first = engine.programs.compiled

@@ -1,5 +1,6 @@
 """The router in front of several engines: its choice, its sums, and real engines that die under load."""
 
+import gc
 import http.client
 import json
 import os
@@ -18,6 +19,7 @@ pytest.importorskip("uvicorn")
 
 from jaxstack.errors import ConfigError
 from jaxstack.launch.child import descendants
+from jaxstack.serve import replicas
 from jaxstack.serve.__main__ import API_KEY, main
 from jaxstack.serve.engine_choice import SeenPrefixes, choose, prefix_blocks
 from jaxstack.serve.metrics import add_up
@@ -113,6 +115,13 @@ def test_what_cannot_be_routed_is_one_message(options, variables, message, monke
         monkeypatch.setenv(name, value)
     assert main(["--run", str(tmp_path), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_process_of_a_router_collects_garbage(monkeypatch, tmp_path):
+    collects = list[bool]()
+    monkeypatch.setattr(replicas, "serve_replicas", lambda *_: collects.append(gc.isenabled()))
+    assert main(["--run", str(tmp_path), "--replicas", "2"]) == 0
+    assert collects == [True]
 
 
 class Served:
