@@ -39,8 +39,8 @@ def rotate_into_cache(
         joined: heads of queries, keys and values, N + 2 K of them in this order.
         cos, sin: float32 cosines and sines [B, T, H / 2], or [1, T, H / 2] for all rows, by which the pairs (x[i],
             x[i + H / 2]) of a head are rotated.
-        keys, values: the cache, [B, K, S, H] or [B, S, K, H]. It is updated in place if the caller does not use it
-            afterwards; inside `jax.jit` that needs the cache to be donated.
+        keys, values: the cache, [B, K, S, H] or [B, S, K, H]; float8_e4m3fn saturates at 448. It is updated in place if
+            the caller does not use it afterwards; inside `jax.jit` that needs the cache to be donated.
         slots: each token's slot from 0 on; a token whose slot is S or more is not written.
         num_heads: N.
         slot_axis: the dim of the S slots in the cache, 2 or 1.

@@ -40,6 +40,11 @@ class CacheUpdateRequest:
         """Number of heads of the keys, and of the values, K."""
         return self.keys.shape[3 - self.slot_axis]
 
+    @property
+    def fp8(self) -> bool:
+        """True if the cache is in FP8 (e4m3), as `Fp8Codec` stores keys and values."""
+        return self.keys.dtype == jnp.float8_e4m3fn
+
     def __str__(self) -> str:
         joined = self.joined
         keys = self.keys

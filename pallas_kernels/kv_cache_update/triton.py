@@ -9,6 +9,7 @@ from pallas_kernels.kv_cache_update.request import CacheUpdateRequest
 from pallas_kernels.triton_support import triton_call, unsupported_target
 
 _LEAST_CAPABILITY = (8, 0)
+_LEAST_CAPABILITY_OF_FP8 = (8, 9)
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _PAIRS_PER_WARP = 256
 """Pairs of elements per warp: eight per thread, so that 16-bit elements are read 16 bytes at a time."""
@@ -27,6 +28,7 @@ class CacheUpdatePlan:
             elements.
         angle_rows: number of vectors of cosines: B T, or T if all rows have the same.
         block_heads: heads of one program, a power of two.
+        fp8: True if the cache is in FP8 (e4m3), which saturates.
     """
 
     new_tokens: int
@@ -38,6 +40,7 @@ class CacheUpdatePlan:
     head_stride: int
     angle_rows: int
     block_heads: int
+    fp8: bool
 
     @property
     def heads(self) -> int:
@@ -57,11 +60,12 @@ class CacheUpdatePlan:
 
 def unsupported_reason(request: CacheUpdateRequest) -> str | None:
     """Return the first reason why the Triton kernel cannot compute this call, or None if it can."""
-    if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
+    if reason := unsupported_target(request.target, _LEAST_CAPABILITY_OF_FP8 if request.fp8 else _LEAST_CAPABILITY):
         return reason
-    for name, array in (("joined", request.joined), ("the cache", request.keys)):
-        if array.dtype not in _DTYPES:
-            return f"needs {name} in bfloat16, float16 or float32; got {array.dtype}"
+    if request.joined.dtype not in _DTYPES:
+        return f"needs joined in bfloat16, float16 or float32; got {request.joined.dtype}"
+    if request.keys.dtype not in _DTYPES and not request.fp8:
+        return f"needs the cache in bfloat16, float16, float32 or float8_e4m3fn; got {request.keys.dtype}"
     if not all(isinstance(size, int) for size in (*request.joined.shape, *request.keys.shape)):
         return f"needs sizes that are known when it is compiled; got {request}"
     return None
@@ -83,6 +87,7 @@ def make_plan(request: CacheUpdateRequest) -> CacheUpdatePlan:
         1 if request.slot_axis == 1 else slots,
         request.cos.shape[0] * length,
         1,
+        request.fp8,
     )
     return dataclasses.replace(plan, block_heads=max(1, _PAIRS_PER_WARP // plan.padded_half))
 

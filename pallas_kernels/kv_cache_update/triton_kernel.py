@@ -44,6 +44,9 @@ def update_kernel(joined, cos, sin, slots, old_keys, old_values, queries, keys, 
     row = (token // plan.new_tokens) * (plan.key_heads * plan.slots) + slot.to(tl.int64) * plan.slot_stride
     key_head = (head - plan.num_heads) % plan.key_heads
     target = (row + key_head * plan.head_stride)[:, None] * (2 * half) + pair
+    if plan.fp8:  # rounded twice, as keys that are rotated by themselves are
+        left = tl.clamp(left.to(queries.dtype.element_ty).to(tl.float32), -448.0, 448.0)
+        right = tl.clamp(right.to(queries.dtype.element_ty).to(tl.float32), -448.0, 448.0)
     tl.store(keys + target, left.to(keys.dtype.element_ty), is_key)
     tl.store(keys + target + half, right.to(keys.dtype.element_ty), is_key)
     tl.store(values + target, left.to(values.dtype.element_ty), is_value)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_cache_update.request import CacheUpdateRequest
+from pallas_kernels.low_bits.codecs import Fp8Codec
 from pallas_kernels.pointwise.rotary import apply_rotary
 
 
@@ -26,6 +27,7 @@ def update(request: CacheUpdateRequest) -> tuple[jax.Array, jax.Array, jax.Array
         return old.at[:, slots].set(jnp.moveaxis(new, 0, 1), mode="drop")
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.vmap(write_row)(old, new.astype(old.dtype), request.slots)
+        stored = Fp8Codec().encode(new)[0] if request.fp8 else new.astype(old.dtype)
+        return jax.vmap(write_row)(old, stored, request.slots)
 
     return q, write(request.keys, k), write(request.values, v)

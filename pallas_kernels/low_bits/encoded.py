@@ -41,6 +41,11 @@ def map_stored(function: Callable[..., jax.Array], *stored: Stored) -> Stored:
     return dataclasses.replace(stored[0], parts=tuple(function(*column) for column in columns))
 
 
+def with_numbers(stored: Stored, numbers: jax.Array) -> Stored:
+    """Return `stored`, of which all is one array, with these numbers in its place."""
+    return map_stored(lambda old: numbers.reshape(old.shape), stored)
+
+
 def encode_like(stored: Stored, x: Float[Array, "*dims K H"]) -> Stored:
     """Return x in the form of `stored`: cast to its dtype, or quantized by its codec in its channel order."""
     if not isinstance(stored, Encoded):

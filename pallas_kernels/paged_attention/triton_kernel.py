@@ -1,9 +1,24 @@
 """Triton kernels of paged attention: attention to each range of a sequence's keys, and combination of the ranges."""
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 import triton
 import triton.language as tl
+
+_FIRST = tl.constexpr("""{
+.reg .b32 sign, rest;
+shl.b32 sign, $1, 8;
+shl.b32 rest, $1, 7;
+and.b32 rest, rest, 0x3f803f80;
+lop3.b32 $0, sign, 0x80008000, rest, 0xea;
+}""")
+_SECOND = tl.constexpr("""{
+.reg .b32 rest;
+shr.u32 rest, $1, 1;
+and.b32 rest, rest, 0x3f803f80;
+lop3.b32 $0, $1, 0x80008000, rest, 0xea;
+}""")
+"""The sign of each number where it is, or moved, and below it its other bits; 0xea is (a & b) | c."""
 
 
 @triton.jit
@@ -128,28 +143,13 @@ def first_of_pairs(pairs):
     Sign, exponent and fraction are moved to their places in a float16 number, whose exponent has another bias. An
     instruction does so for two pairs at a time, which Triton's own operations do not.
     """
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 a, b; shl.b32 a, $1, 8; shl.b32 b, $1, 7; and.b32 b, b, 0x3f803f80;"
-        " lop3.b32 $0, a, 0x80008000, b, 0xea; }",
-        "=r,r",
-        [pairs],
-        dtype=tl.float16,
-        is_pure=True,
-        pack=2,
-    )
+    return tl.inline_asm_elementwise(_FIRST, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
 def second_of_pairs(pairs):
     """Return the numbers in the high bytes of pairs as `first_of_pairs` does."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 b; shr.u32 b, $1, 1; and.b32 b, b, 0x3f803f80; lop3.b32 $0, $1, 0x80008000, b, 0xea; }",
-        "=r,r",
-        [pairs],
-        dtype=tl.float16,
-        is_pure=True,
-        pack=2,
-    )
+    return tl.inline_asm_elementwise(_SECOND, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit

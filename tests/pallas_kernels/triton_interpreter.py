@@ -76,6 +76,21 @@ def let_numpy_index():
     interpreter._patch_lang_tensor = patch_and_mend
 
 
+def let_fp8_carry():
+    """Triton's interpreter loses the carry when it rounds to FP8: round by numpy."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def round_to_fp8(numbers, source, target, mode):
+        if source == language.float32 and target == language.float8e4nv:
+            return numbers.view(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        return convert(numbers, source, target, mode)
+
+    interpreter._convert_float = round_to_fp8
+
+
 def let_assembly_run():
     """Triton's interpreter refuses inline assembly: run the instructions that kernels here use, by numpy."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -88,18 +103,25 @@ def let_assembly_run():
             return self.handle
 
     def create_inline_asm(self, assembly, constraints, values, types, pure, pack):
-        """Four bytes of the last axis at once, in one register each if they are bytes; one result of 16 bits."""
-        assert pack == 4 and constraints.startswith("=r,=r,r") and len(types) == 1 and values[0].data.itemsize == 1
+        """Elements of the last axis that fill a register, four bytes or two of 16 bits; one result of 16 bits.
+
+        Of further operands each register has one element.
+        """
+        assert pack * values[0].data.itemsize == 4 and len(types) == 1
+        results = pack // 2
+        assert constraints.startswith("=r," * results + "r")
         shape = values[0].data.shape
-        registers = {"$2": np.ascontiguousarray(values[0].data).reshape(-1).view(np.uint32).astype(np.uint64)}
+        words = np.ascontiguousarray(values[0].data).reshape(-1).view(np.uint32)
+        registers = {f"${results}": words.astype(np.uint64)}
         for value in values[1:]:
             wide = value.data.astype(np.uint64) & (2 ** (8 * value.data.itemsize) - 1)
-            for one in wide.reshape(-1, 4).T:
-                registers[f"${len(registers) + 2}"] = one
-        assert constraints.count(",") == len(registers) + 1
+            for one in wide.reshape(-1, pack).T:
+                registers[f"${len(registers) + results}"] = one
+        assert constraints.count(",") == len(registers) + results - 1
         run_instructions(assembly, registers)
-        found = np.stack([registers["$0"], registers["$1"]], -1).astype(np.uint32).view(np.int16)
-        return Result(TensorHandle(found.reshape(shape), types[0].scalar))
+        found = np.stack([registers[f"${number}"] for number in range(results)], -1).astype(np.uint32)
+        dtype = np.float16 if types[0].scalar.is_fp16() else np.int16
+        return Result(TensorHandle(found.view(dtype).reshape(shape), types[0].scalar))
 
     InterpreterBuilder.create_inline_asm = create_inline_asm
 
@@ -146,6 +168,7 @@ _INSTRUCTIONS = {
     "prmt.b32": _permute,
     "lop3.b32": _combine,
     "shr.u32": lambda a, by: a >> by,
+    "shl.b32": lambda a, by: (a << by) & np.uint64(0xFFFFFFFF),
     "and.b32": lambda a, b: a & b,
     "bfe.u32": lambda a, first, count: (a >> first) & np.uint64(2 ** int(count) - 1),
     "mad.wide.u32": lambda a, b, c: a * b + c,

@@ -46,11 +46,15 @@ def test_answers_over_pages_in_few_bits_are_those_of_the_decoder(name):
 
 
 @pytest.mark.longer
-def test_under_tensor_parallelism_pages_in_fp8_are_those_of_each_device():
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_joined_projections_write_keys_and_values_in_fp8(tensor):
+    """Rotated and written in one call; under tensor parallelism each device has the pages of its heads."""
     asked = prompts([30, 9])
     alone = open_tiny(kv_cache="fp8")
+    served = open_tiny(kv_cache="fp8", tensor=tensor)
+    served.join_projections()
     config = EngineConfig(slots=2, chunk=16)
-    with Engine(open_tiny(kv_cache="fp8", tensor=2), config, warm_up=False) as engine:
+    with Engine(served, config, warm_up=False) as engine:
         handles = [engine.submit(prompt, 6, GREEDY) for prompt in asked]
         assert [handle.result() for handle in handles] == [expected(alone, prompt, 6) for prompt in asked]
 

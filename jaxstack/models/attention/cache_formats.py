@@ -29,6 +29,11 @@ class CacheFormat:
     value: Codec
     sorts_channels: bool = False
 
+    @property
+    def stores_numbers(self) -> bool:
+        """True if keys and values are stored as numbers of FP8, without scales: a kernel may write and read them."""
+        return isinstance(self.key, Fp8Codec) and isinstance(self.value, Fp8Codec) and not self.sorts_channels
+
     def unsupported_reason(self, head_dim: int) -> str | None:
         """Return why heads of `head_dim` channels cannot be stored in this format, or None if they can."""
         return self.key.unsupported_reason(head_dim) or self.value.unsupported_reason(head_dim)

@@ -7,7 +7,7 @@ own slots. The rows of a batch may differ in length.
 Dims: B batch, T query length, S slots, N heads, K kv heads, H head_dim.
 """
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from pallas_kernels.low_bits.encoded import (
     encode_like,
     map_stored,
     permute_query_channels,
+    with_numbers,
     without_order,
 )
 from pallas_kernels.paged_attention.api import paged_attention, reads_pages_in_place
@@ -110,11 +111,11 @@ def put_joined(
     Returns:
       The rotated queries, and the cache.
     """
-    key, value = (cast(jax.Array, x) for x in cache)
+    (key,), (value,) = (jax.tree.leaves(x) for x in cache)
     cos, sin = (x.squeeze(-2) for x in angles)
     slot = _slots_of(slots, cache.slots, pinned)
     q, key, value = rotate_into_cache(joined, cos, sin, key, value, slot, num_heads=heads.num_heads, slot_axis=2)
-    return q, KeyCache(key, value)
+    return q, KeyCache(with_numbers(cache.key, key), with_numbers(cache.value, value))
 
 
 def extend(

@@ -21,7 +21,14 @@ from pallas_kernels import flash_attention
 from pallas_kernels.batch_invariant import attention as invariant
 from pallas_kernels.batch_invariant.mode import is_batch_invariant
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
-from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, permute_query_channels
+from pallas_kernels.low_bits.encoded import (
+    Stored,
+    decode,
+    encode_like,
+    map_stored,
+    permute_query_channels,
+    with_numbers,
+)
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.target import current_target
 
@@ -66,14 +73,14 @@ def put_joined_in_pages(
     Returns:
       The rotated queries, and the cache.
     """
-    key, value = (cast(jax.Array, x) for x in cache)
+    (key,), (value,) = (jax.tree.leaves(x) for x in cache)
     cos, sin = (x.squeeze(-2) for x in angles)
     # All pages are one row of slots, as the tokens are one row.
     key_row, value_row = (x.reshape(1, -1, *x.shape[2:]) for x in (key, value))
     q, key_row, value_row = rotate_into_cache(
         joined, cos, sin, key_row, value_row, slots.write[None], num_heads=heads.num_heads, slot_axis=1
     )
-    return q, PagedKeys(key_row.reshape(key.shape), value_row.reshape(value.shape))
+    return q, PagedKeys(with_numbers(cache.key, key_row), with_numbers(cache.value, value_row))
 
 
 def attend_pages(

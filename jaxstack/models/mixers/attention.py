@@ -167,7 +167,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T N H"], LayerCache]:
         """Add the tokens to the cache; return their attention to all tokens so far, and the cache."""
         angles = self._angles(context)
-        plain = self.q_norm is None and self.heads.cache_format is None
+        format = self.heads.cache_format
+        plain = self.q_norm is None and (format is None or format.stores_numbers)
         in_slots = slots.pages is not None and not isinstance(cache, PagedKeys)
         whole = self.rotary_channels == self.heads.head_dim
         if self.qkv_proj is not None and angles is not None and plain and whole and not in_slots:

@@ -20,6 +20,8 @@ class Case:
     shared_angles: bool = False
     dtype: str = "float16"
     cache_dtype: str | None = None
+    scale: float = 1.0
+    """Size of the new heads: with 200 some are more than the largest number of FP8."""
 
     def arguments(self) -> tuple[np.ndarray, ...]:
         """`joined`, `cos`, `sin`, `keys`, `values` and `slots`, of which one slot in four is past the last."""
@@ -33,7 +35,13 @@ class Case:
         dtype = _dtype(self.dtype)
         cos = np.cos(angles).astype(np.float32)
         sin = np.sin(angles).astype(np.float32)
-        return joined.astype(dtype), cos, sin, *cache.astype(_dtype(self.cache_dtype) or dtype), slots.astype(np.int32)
+        return (
+            (self.scale * joined).astype(dtype),
+            cos,
+            sin,
+            *cache.astype(_dtype(self.cache_dtype) or dtype),
+            slots.astype(np.int32),
+        )
 
     def options(self) -> dict[str, int]:
         """The keyword arguments of the call."""
@@ -52,6 +60,7 @@ CASES = {
     "float32": Case(length=2, dtype="float32"),
     "bfloat16": Case(length=2, dtype="bfloat16"),
     "narrower_cache": Case(length=2, dtype="float32", cache_dtype="float16"),
+    "fp8_cache": Case(length=2, dtype="float16", cache_dtype="float8_e4m3fn", scale=200.0),
 }
 
 
@@ -73,7 +82,8 @@ def expected(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             slot = slots[row, token]
             for head in range(k * (slot < case.slots)):
                 place = (row, slot, head) if case.slot_axis == 1 else (row, head, slot)
-                old[place] = added[row, token, head].astype(joined.dtype)
+                exact = added[row, token, head].astype(joined.dtype).astype(np.float32)
+                old[place] = np.clip(exact, -448, 448) if old.dtype.itemsize == 1 else exact
     return q, *cache
 
 
@@ -83,7 +93,7 @@ def assert_equal(found: tuple[Any, ...], wanted: tuple[Any, ...], case: Case) ->
         one = np.asarray(one)
         other = np.asarray(other)
         assert one.dtype == other.dtype and one.shape == other.shape
-        unit = {"float32": 2e-6, "float16": 2**-10, "bfloat16": 2**-7}[str(one.dtype)]
+        unit = {"float32": 2e-6, "float16": 2**-10, "bfloat16": 2**-7, "float8_e4m3fn": 2**-3}[str(one.dtype)]
         np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=unit, atol=2e-6)
 
 

@@ -19,15 +19,16 @@ from pallas_kernels.kv_cache_update.api import rotate_into_cache
 from pallas_kernels.kv_cache_update.request import make_request
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.kv_cache_update.cases import CASES, Case, assert_equal, expected
-from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
+from tests.pallas_kernels.triton_interpreter import Array, let_fp8_carry, let_numpy_index, needs_triton, run_interpreted
 
-NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32"}
+NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "float8_e4m3fn": "fp8e4nv"}
 
 
 def interpret(name: str) -> None:
     from pallas_kernels.kv_cache_update.triton_kernel import update_kernel
 
     let_numpy_index()
+    let_fp8_carry()
     case = CASES[name]
     arguments = case.arguments()
     plan = triton.make_plan(make_request(*map(jnp.asarray, arguments), **case.options()))
@@ -55,9 +56,9 @@ LLAMA = Case(batch=2, heads=32, key_heads=8, width=64, slots=640, dtype="bfloat1
 
 
 @needs_triton
-@pytest.mark.parametrize("slot_axis", [1, 2])
-def test_compiled_for_hopper_it_is_one_call_that_updates_the_cache_in_place(slot_axis):
-    case = Case(**{**vars(LLAMA), "slot_axis": slot_axis})
+@pytest.mark.parametrize(("slot_axis", "cache"), [(1, None), (2, None), (1, "float8_e4m3fn")])
+def test_compiled_for_hopper_it_is_one_call_that_updates_the_cache_in_place(slot_axis, cache):
+    case = Case(**{**vars(LLAMA), "slot_axis": slot_axis, "cache_dtype": cache})
     with lowering_platform("cuda"):
         call = jax.jit(functools.partial(rotate_into_cache, **case.options()), donate_argnums=(3, 4))
         text = compile_for_hopper(call, *abstract(case)).as_text()

@@ -19,7 +19,13 @@ from pallas_kernels.paged_attention import triton, xla
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.request import PagedAttentionRequest, make_request
 from tests.hopper import compile_for_hopper
-from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
+from tests.pallas_kernels.triton_interpreter import (
+    Array,
+    let_assembly_run,
+    let_numpy_index,
+    needs_triton,
+    run_interpreted,
+)
 
 CASES = {
     "grouped": {},
@@ -57,14 +63,10 @@ def make_case(
 
 
 def interpret(name: str) -> None:
-    from pallas_kernels.paged_attention import triton_kernel
     from pallas_kernels.paged_attention.triton_kernel import attend_kernel, combine_kernel
-    from tests.pallas_kernels.paged_attention import without_assembly
 
     let_numpy_index()
-    # Triton interprets no assembly. What it does is tested on a GPU.
-    triton_kernel.first_of_pairs = without_assembly.first_of_pairs
-    triton_kernel.second_of_pairs = without_assembly.second_of_pairs
+    let_assembly_run()
     request, plan = make_case(**CASES[name])
     ranges = plan.ranges
     out = np.full((*request.q.shape[:3], plan.value_dim), np.nan, np.float16)
