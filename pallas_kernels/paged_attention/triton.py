@@ -164,7 +164,8 @@ def unsupported_tile(request: PagedAttentionRequest) -> str | None:
         or v_pages.dtype != k_pages.dtype
         or not (fp8 or k_pages.dtype == q.dtype)
     ):
-        return f"needs queries, keys and values in bfloat16 or float16, or keys and values in FP8; got {request}"
+        found = f"got {q.dtype} and {k_pages.dtype}"
+        return f"needs queries, keys and values in bfloat16 or float16, or keys and values in FP8; {found}"
     if request.value_width is not None:
         further = q.shape[-1] - request.value_width
         if fp8:

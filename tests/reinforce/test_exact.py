@@ -55,7 +55,11 @@ def test_models_with_other_operations_are_told(setting, part):
 @pytest.mark.parametrize(
     ("width", "dtype", "rule"),
     [
-        (64, jnp.float32, "needs queries, keys and values in bfloat16 or float16; got float32 and float32"),
+        (
+            64,
+            jnp.float32,
+            "needs queries, keys and values in bfloat16 or float16, or keys and values in FP8; got float32 and float32",
+        ),
         (48, jnp.bfloat16, "needs a head_dim of 32, 64, 128 or 256; got 48"),
         (64, jnp.bfloat16, None),
     ],
