@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 LENGTHS = (3, 2)
 """Lengths of the newest n-gram to look up, in this order; the first that is found is used."""
+LONGEST_TEXT = 4096
+"""Newest tokens of a text in which its last n-gram is looked up."""
 _KEPT = 0.9
 """Weight of a step in `Foreseen` beside that of the next one."""
 _FIRST = 4.0
@@ -42,10 +44,14 @@ class NGramDrafter:
             self._tokens.append(token)
 
     def guess(self, count: int) -> tuple[int, ...]:
-        """Return up to `count` draft tokens to follow the text; none if its last n-gram has not occurred before."""
+        """Return up to `count` draft tokens to follow the text.
+
+        There are none if its last n-gram has not occurred before in its newest `LONGEST_TEXT` tokens.
+        """
+        first = max(0, len(self._tokens) - LONGEST_TEXT)
         for length in LENGTHS:
-            place = self._followers.get(tuple(self._tokens[-length:])) if len(self._tokens) >= length else None
-            if place is not None:
+            place = self._followers.get(tuple(self._tokens[-length:]), 0)
+            if place - length >= first:
                 return tuple(self._tokens[place : place + count])
         return ()
 

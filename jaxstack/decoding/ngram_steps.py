@@ -1,6 +1,6 @@
 """N-gram drafts between the steps of one program, where the device looks them up in the texts so far.
 
-The rule is that of `NGramDrafter`, in the newest tokens of a text.
+The rule is that of `NGramDrafter`.
 
 Dims: R rows, D tokens per row (the newest and its drafts, at the row's end), V vocabulary, L tokens of a text.
 """
@@ -14,15 +14,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxstack.decoding.draft_steps import DraftLoop, Drafts, NewestTokens, count_accepted, move_to_end
-from jaxstack.decoding.ngram_draft import LENGTHS
+from jaxstack.decoding.ngram_draft import LENGTHS, LONGEST_TEXT
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.rows import Column, RecentTokens, newest_tokens
 from jaxstack.decoding.sampling import Mode, RowSampling, sample_rows
 from jaxstack.decoding.schedule import Row
 from jaxstack.decoding.step import Programs
-
-_LONGEST_TEXT = 4096
-"""Newest tokens of a text in which its last n-gram is looked up."""
 
 
 class NGramText(NamedTuple):
@@ -73,7 +70,7 @@ class NGramSteps:
 
     def _text_of(self, rows: Sequence[Row], count: int) -> tuple[Int[np.ndarray, "R L"], Int[np.ndarray, " R"]]:
         """Return the newest tokens of each row, with room for those of a program, and their number."""
-        longest = min(self._texts.shape[1], _LONGEST_TEXT)
+        longest = min(self._texts.shape[1], LONGEST_TEXT)
         tokens = np.zeros((count, longest + self._most * self._width), np.int32)
         counts = np.zeros(count, np.int32)
         for number, row in enumerate(rows):

@@ -119,7 +119,7 @@ def _serve(args: argparse.Namespace) -> int | None:
     key = _read_key(API_KEY)
     try:
         from jaxstack.serve.chat_format import ChatFormatter
-        from jaxstack.serve.engine import open_engine
+        from jaxstack.serve.engine import check_settings, open_engine
         from jaxstack.serve.listen import bind, check_router, serve
         from jaxstack.serve.pair_scores import Classifier
         from jaxstack.serve.registration import ENGINE_KEY, parse_url
@@ -156,6 +156,7 @@ def _serve(args: argparse.Namespace) -> int | None:
             engine_config = engine_config.model_copy(
                 update={"draft_tokens": engine_config.draft_tokens or _DRAFT_TOKENS}
             )
+        check_settings(run.decoder, engine_config, draft)
         if bound is None:
             print(_plan(run.decoder, engine_config, draft))
             return

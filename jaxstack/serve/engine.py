@@ -118,8 +118,9 @@ def open_engine(
     Raises:
       ConfigError: as `Engine`, or a setting is one that a pipeline does not have.
     """
+    check_settings(model, config or EngineConfig(), draft)
     if isinstance(model, PipelineDecoder):
-        each = _for_each_group(model, config or EngineConfig(), draft)
+        each = _for_each_group(model, config or EngineConfig())
         options = {"vocab_size": vocab_size, "stop_tokens": stop_tokens, "warm_up": warm_up}
         return EngineGroup([Engine(model, each, make_programs=PartPrograms, **options) for _ in range(model.groups)])
     models = model.split_replicas()
@@ -139,12 +140,14 @@ def open_engine(
     return engines[0] if len(engines) == 1 else EngineGroup(engines)
 
 
-def _for_each_group(model: PipelineDecoder, config: EngineConfig, draft: ModelOnMesh | None) -> EngineConfig:
-    """Return the settings of the engine of each group of requests of a pipeline, which share slots and pages.
+def check_settings(model: ModelOnMesh, config: EngineConfig, draft: ModelOnMesh | None) -> None:
+    """Check that a model is served with settings that its programs have.
 
     Raises:
-      ConfigError: there are drafts, adapters or half-batches, which the programs of a pipeline do not have.
+      ConfigError: it has stages, and there are drafts, adapters or half-batches.
     """
+    if not isinstance(model, PipelineDecoder):
+        return
     wrong = {
         "a draft model (--draft)": draft is not None,
         "engine.draft_tokens": config.draft_tokens > 0,
@@ -153,6 +156,16 @@ def _for_each_group(model: PipelineDecoder, config: EngineConfig, draft: ModelOn
     }
     if found := [name for name, given in wrong.items() if given]:
         raise ConfigError(f"a pipeline is served without {found[0]}; leave it out, or set parallel.pipeline=1.")
+
+
+def _for_each_group(model: PipelineDecoder, config: EngineConfig) -> EngineConfig:
+    """Return the settings of the engine of each group of requests of a pipeline, which share slots and caches."""
     room = choose_room([model], config)
-    sizes = {"slots": -(-config.slots // model.groups), "pages": max(1, room.pages // model.groups), "decode_steps": 1}
+    groups = model.groups
+    sizes = {
+        "slots": -(-config.slots // groups),
+        "pages": max(1, room.pages // groups),
+        "snapshots": -(-room.snapshots // groups),
+        "decode_steps": 1,
+    }
     return config.model_copy(update=sizes)

@@ -167,6 +167,9 @@ def test_a_plan_is_printed_without_serving(tmp_path, capsys, monkeypatch):
     assert refused is not None
     assert main([*asked, f"engine.pages={refused[1].replace(',', '')}"]) == 0
     assert re.search(r"left for programs and their temporaries +\d", capsys.readouterr().out)
+    staged = ["--run", str(model), "--plan", "parallel.pipeline=2", "parallel.tensor=1"]
+    assert main([*staged, "engine.draft_tokens=2"]) == 2
+    assert "a pipeline is served without engine.draft_tokens" in capsys.readouterr().err
     monkeypatch.setattr("jaxstack.run.load.memory_per_device", lambda: 1000)
     assert main(asked) == 2
     assert "the weights take " in capsys.readouterr().err

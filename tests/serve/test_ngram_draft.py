@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxstack.decoding.engine import Engine
-from jaxstack.decoding.ngram_draft import Foreseen, NGramDrafter, accept
+from jaxstack.decoding.ngram_draft import LONGEST_TEXT, Foreseen, NGramDrafter, accept
 from jaxstack.decoding.ngram_steps import NGramText, guess_by_ngram
 from jaxstack.serve.config import EngineConfig
 from tests.serve.test_engine import GREEDY, SAMPLINGS, expected, prompts
@@ -30,6 +30,16 @@ def test_what_followed_before_is_guessed(tokens, guess):
     for token in tokens[2:]:
         ngrams.extend([token])
     assert ngrams.guess(3) == guess and ngrams.count == len(tokens)
+
+
+@pytest.mark.parametrize("between", [LONGEST_TEXT - 4, LONGEST_TEXT - 3, LONGEST_TEXT - 2])
+def test_the_host_looks_as_far_back_as_the_device(between):
+    """Where the newest two tokens occurred at the very beginning of what the device has of a text."""
+    text = [1, 2, 3, *range(10, 10 + between - 1), 2, 3]
+    newest = jnp.asarray([text[-LONGEST_TEXT:]])
+    guessed, counts = guess_by_ngram(NGramText(newest, jnp.asarray([newest.shape[1]])), 4)
+    assert NGramDrafter(text).guess(4) == tuple(guessed[0, : counts[0]].tolist())
+    assert bool(counts[0]) == (between < LONGEST_TEXT - 2)
 
 
 def test_drafts_are_accepted_up_to_the_first_that_differs():

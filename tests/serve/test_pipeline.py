@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxstack.decoding.cache_room import choose_room
 from jaxstack.decoding.pipeline import PipelineDecoder, split_stages, stage_shapes
 from jaxstack.decoding.scores import TokenScore
 from jaxstack.errors import ConfigError
@@ -59,6 +60,17 @@ def test_answers_and_scores_are_those_of_one_device(name, tensor):
         assert one.rank == other.rank and [i for i, _ in one.likeliest] == [i for i, _ in other.likeliest]
     np.testing.assert_allclose(pooled, wanted_pooled, rtol=1e-4, atol=1e-4)
     assert all(engine.stats.generated_tokens for engine in served.engines)
+
+
+@pytest.mark.longer
+def test_the_engines_of_a_pipeline_share_out_slots_pages_and_snapshots():
+    _, pipeline = open_both("delta")
+    room = choose_room([pipeline], SETTINGS)
+    with open_engine(pipeline, SETTINGS, warm_up=False) as served:
+        assert isinstance(served, EngineGroup)
+        rooms = [engine.programs.room for engine in served.engines]
+    assert [(own.slots, own.pages, own.snapshots) for own in rooms] == 2 * [(2, room.pages // 2, 2)]
+    assert room.snapshots == 3
 
 
 def test_settings_that_a_pipeline_does_not_have_are_refused():
