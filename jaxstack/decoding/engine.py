@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -402,18 +402,21 @@ class Engine:
     def warm_up(self) -> None:
         """Compile and time all programs of the engine now, so that no request has to wait for a compilation."""
         self._runner.warm_up(self._runner.step_kinds(self.scheduler.shapes, self.scheduler.shapes_alone))
-        self._time_steps()
+        for _ in self._time_steps():
+            pass
 
     @property
     def warmed_up(self) -> bool:
         """True if no program is left to compile of a gradual warm-up."""
         return self._warming is None
 
-    def _time_steps(self) -> None:
-        """Time steps, which decides how many prompt tokens may be computed beside running answers."""
+    def _time_steps(self) -> Generator[None]:
+        """Time steps, a kind at a time, which decides how many prompt tokens may be computed beside running answers."""
         page = self.pool.allocate(1) or []
-        seconds = self._runner.time_steps(self.scheduler.shapes, page)
-        self.pool.release(page)
+        try:
+            seconds = yield from self._runner.time_steps(self.scheduler.shapes, page)
+        finally:
+            self.pool.release(page)
         self.scheduler.shapes_beside = partial(seconds.shapes_within, self.config.chunk_slowdown)
 
     def _warm_up_further(self) -> bool:

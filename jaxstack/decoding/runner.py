@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, TypeAlias
 
@@ -223,8 +223,8 @@ class Runner:
         """Return a context in which programs are compiled in threads instead of run, see `Programs.starting`."""
         return self.programs.starting()
 
-    def time_steps(self, shapes: Sequence[ChunkShape], page: Sequence[int]) -> StepSeconds:
-        """Return the seconds that steps take.
+    def time_steps(self, shapes: Sequence[ChunkShape], page: Sequence[int]) -> Generator[None, None, StepSeconds]:
+        """Return the seconds that steps take, as a generator: it yields before each kind of steps with chunks.
 
         Args:
           shapes: shapes of prompt chunks.
@@ -234,12 +234,13 @@ class Runner:
         rows = self.programs.table.describe([], self._slots)
         decode = seconds_of(lambda: self._run_empty(rows, None, None, drafts=self._kinds[0]))
         table = self.programs.table
-        if not page:
-            return StepSeconds(decode, {1.0: {x: self._time_chunks(x, table.describe([], x.rows)) for x in shapes}})
-        chunks = {
-            depth: {shape: self._time_chunks(shape, table.describe_at(shape, page[0], depth)) for shape in shapes}
-            for depth in timed_depths(self.programs.room.length)
-        }
+        chunks = dict[float, dict[ChunkShape, float]]()
+        for depth in timed_depths(self.programs.room.length) if page else [1.0]:
+            chunks[depth] = {}
+            for shape in shapes:
+                yield
+                described = table.describe_at(shape, page[0], depth) if page else table.describe([], shape.rows)
+                chunks[depth][shape] = self._time_chunks(shape, described)
         return StepSeconds(decode, chunks)
 
     def run_padding(self, kinds: Iterable[StepKind], *, plain: bool = False) -> None:

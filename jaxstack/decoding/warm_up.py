@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 
 import jax
@@ -20,18 +20,19 @@ class GradualWarmUp:
     are compiled. Requests with a constraint, scores, changed logits or an adapter start when their own programs are
     compiled, and are overtaken by others. Programs are traced by the engine's thread, for which that takes at most half
     of its time while requests run. Prompts get the smallest chunks beside decoded rows until all steps have been timed,
-    which is done when no request runs.
+    which is done when no request runs, one kind of steps at a time, so that a new request waits for one at most.
 
     Args:
       runner: runs the steps.
       scheduler: plans them.
-      time_steps: times all steps, and sets which chunks the scheduler may plan beside decoded rows.
+      time_steps: returns an iterator that times a kind of steps at each turn, and at its end sets which chunks the
+        scheduler may plan beside decoded rows.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, time_steps: Callable[[], None]):
+    def __init__(self, runner: Runner, scheduler: Scheduler, time_steps: Callable[[], Generator[None]]):
         self._runner = runner
         self._scheduler = scheduler
-        self._time_steps = time_steps
+        self._timing = time_steps()
         self._compiler = runner.programs.compiler
         self._compiling = deque[tuple[StepKind, Sequence[Future[jax.stages.Compiled]]]]()
         self._resume = 0.0
@@ -55,7 +56,7 @@ class GradualWarmUp:
         self._left = deque([*first, *(kind for kind in kinds if kind not in first)])
 
     def advance(self) -> bool:
-        """Start to compile further programs, or time the steps, if it is time; return False if nothing was done.
+        """Start to compile further programs, or time some steps, if it is time; return False if nothing was done.
 
         To be called by the thread that runs the steps, which may wait for the device.
         """
@@ -65,7 +66,7 @@ class GradualWarmUp:
         if self._left and self._compiler.has_room and (began > self._resume or not requests):
             self._start(self._left.popleft())
         elif not self._left and not self._compiling and not requests and not self._runner.busy:
-            self._end()
+            self._time_or_end()
         else:
             return False
         self._resume = 2 * time.perf_counter() - began
@@ -74,6 +75,7 @@ class GradualWarmUp:
     def stop(self) -> None:
         """Compile no more."""
         self._compiler.stop()
+        self._timing.close()
         self.done = True
 
     def _start(self, kind: StepKind) -> None:
@@ -101,10 +103,12 @@ class GradualWarmUp:
     def _has_compiled(self, shape: ChunkShape, alone: bool) -> bool:
         return self._runner.has_compiled(StepKind(self._drafts, 0 if alone else self._slots, shape))
 
-    def _end(self) -> None:
-        """Time the steps; plans may have any shapes from now on."""
-        self._time_steps()
-        self._runner.compiled = None
-        self._scheduler.has_compiled = lambda shape, alone: True
-        self._scheduler.may_start = lambda request: True
-        self.done = True
+    def _time_or_end(self) -> None:
+        """Time a kind of steps; when all have been timed, plans may have any shapes from now on."""
+        try:
+            next(self._timing)
+        except StopIteration:
+            self._runner.compiled = None
+            self._scheduler.has_compiled = lambda shape, alone: True
+            self._scheduler.may_start = lambda request: True
+            self.done = True

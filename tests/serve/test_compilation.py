@@ -12,7 +12,9 @@ import pytest
 from jaxstack.decoding import compilation
 from jaxstack.decoding.compilation import ThreadedCompiler
 from jaxstack.decoding.engine import Engine, EngineClosed
+from jaxstack.decoding.runner import Runner
 from jaxstack.decoding.sampling import Sampling
+from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.serve.config import EngineConfig
 from tests.decoding.test_decode import open_decoder
 from tests.marks import longer
@@ -122,6 +124,29 @@ def test_requests_that_need_further_programs_are_overtaken_until_these_are_compi
         assert even.times.started is None and engine.waiting == 1
     with engine:
         assert len(even.result()) == 9
+
+
+@pytest.mark.longer
+def test_requests_are_answered_between_the_timings_of_steps(monkeypatch):
+    asked = threading.Event()
+    answered = list[int]()
+    time_chunks = Runner._time_chunks
+
+    def timed(runner: Runner, shape: ChunkShape, chunks: np.ndarray) -> float:
+        assert asked.wait(240)
+        answered.append(engine.stats.generated_tokens)
+        return time_chunks(runner, shape, chunks)
+
+    monkeypatch.setattr(Runner, "_time_chunks", timed)
+    with Engine(open_tiny(), EngineConfig(**SIZES), gradually=True) as engine:
+        # The first turn times a decode step, and takes the page that chunks are timed on.
+        wait_until(lambda: engine.pool.used == 1)
+        first = engine.submit([4, 5], 9, Sampling(temperature=0))
+        asked.set()
+        assert len(first.result()) == 9
+        wait_until(lambda: engine.warmed_up)
+        assert len(answered) == len(engine.scheduler.shapes) and answered[1:] == (len(answered) - 1) * [9]
+        assert engine.pool.used == 0
 
 
 def test_requests_that_wait_for_programs_end_when_the_engine_is_closed(monkeypatch):
