@@ -6,6 +6,8 @@ from urllib.parse import quote, urldefrag, urljoin
 
 _VALUES = ("const", "enum", "default", "examples")
 """Keywords whose values are data: what looks like a reference there is none."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values are schemas by names, which may be those of keywords."""
 
 
 def with_own_ids(schema: dict[str, Any], name: str) -> dict[str, Any]:
@@ -49,7 +51,9 @@ def _ids(part: Any, base: str) -> Iterator[str]:
     if isinstance(part.get("$id"), str):
         yield own
     for key, value in part.items():
-        if key not in _VALUES:
+        if key in _NAMED and isinstance(value, dict):
+            yield from _ids([*value.values()], own)
+        elif key not in _VALUES:
             yield from _ids(value, own)
 
 
@@ -62,7 +66,9 @@ def _rename(part: Any, base: str, names: dict[str, str]) -> Any:
     own = _base(part, base)
     renamed = dict[str, Any]()
     for key, value in part.items():
-        if key in ("$id", "$ref") and isinstance(value, str):
+        if key in _NAMED and isinstance(value, dict):
+            renamed[key] = {name: _rename(schema, own, names) for name, schema in value.items()}
+        elif key in ("$id", "$ref") and isinstance(value, str):
             renamed[key] = _rename_reference(own, value, names) if key == "$ref" else names.get(own, value)
         else:
             renamed[key] = value if key in _VALUES else _rename(value, own, names)

@@ -171,6 +171,14 @@ def test_what_looks_like_a_name_in_the_values_of_a_schema_stays():
     assert found["$defs"]["b"] == {**schema["$defs"]["b"], "$id": "urn:a:urn%3Ab"}
 
 
+@pytest.mark.parametrize("name", ["default", "enum", "$defs", "properties"])
+def test_what_a_schema_has_by_the_names_of_keywords_is_renamed(name):
+    schema = {"$id": PLACE, "properties": {name: {"$ref": f"{PLACE}#/$defs/{name}"}}, "$defs": {name: {"$id": "b"}}}
+    found = with_own_ids(schema, "urn:a")
+    assert found["properties"] == {name: {"$ref": f"urn:a#/$defs/{name}"}}
+    assert found["$defs"] == {name: {"$id": "urn:a:https%3A%2F%2Fexample.com%2Fb"}}
+
+
 @pytest.mark.parametrize("keyword", ["$id", "$ref"])
 def test_names_of_schemas_that_are_no_uris_are_told(keyword):
     with pytest.raises(ValueError, match=r"must be URIs; 'http://\[x' is none"):
