@@ -263,8 +263,8 @@ class Runner:
         if kind.shape is not None:
             chunks = self._padding(kind.shape.rows, kind.adapted)
             self._run_each(rows, chunks, pad_chunks([], kind.shape), drafts=drafts, plain=plain)
-        elif self._run_loop(rows, drafts=drafts) and plain:
-            return  # a step by itself is for what is left out
+        elif self._run_loop(rows, drafts=drafts) and plain and not drafts:
+            return  # without drafts a step by itself is for what is left out
         else:
             self._run_each(rows, None, None, drafts=drafts, plain=plain)
         total = kind.rows * self._width_of(drafts) + (0 if kind.shape is None else kind.shape.rows)
