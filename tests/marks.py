@@ -77,6 +77,7 @@ SHOWN_ELSEWHERE = {
     "stored/test_extend": "compress/test_extend stores a model in a new format",
     "decoding/test_decode": "serve/test_engine compares greedy answers with the argmax of the full forward",
     "serve/test_chat_page": "serve/test_http asks the server as the page does",
+    "reinforce/test_processes": "run/test_processes works in two processes, reinforce/test_command trains on rewards",
     "checkpoint/test_kill": "checkpoint/test_damage reads what a cut-off save leaves",
 }
 """Modules without a test in the default, and where it shows the same. Their first test runs with the slow

@@ -74,7 +74,7 @@ class Machine:
         return drafted / (self.given - began)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     drafted=st.floats(0.5, 20),
     tokens=st.floats(1, 5),
