@@ -26,14 +26,14 @@ from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.draft_runner import DraftRunner
 from jaxstack.decoding.mtp_draft import PredictionPrograms, draft_cache_bytes, predicts_tokens
 from jaxstack.decoding.pages import PagePool
-from jaxstack.decoding.requests import Constraint, ConstraintFailed, FinishReason, Request
+from jaxstack.decoding.requests import Constraint, FinishReason, Request, until_end, until_end_of_constraint
 from jaxstack.decoding.runner import EngineState, EngineStats, Runner
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.schedule import Scheduler
 from jaxstack.decoding.scores import MOST_LIKELIEST
 from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import StepShapes, chunk_shapes, decode_batch_sizes
-from jaxstack.decoding.warm_up import GradualWarmUp
+from jaxstack.decoding.warm_up import GradualWarmUp, WarmUp
 from jaxstack.errors import ConfigError, JaxstackError, memory_shortage
 from jaxstack.models.adapter_stack import AdapterMatrices
 
@@ -63,9 +63,8 @@ class Engine:
       shapes: shapes of its steps, whose numbers of tokens `model.batch_unit` divides; None: chosen by `config`.
       make_programs: class of its compiled programs; None: `Programs`. `ScoredPrograms` gives log-probabilities, and
         takes no drafts.
-      warm_up: compile all programs now; otherwise each is compiled when it is first needed.
-      gradually: compile only those programs now that suffice for most requests, and the others while requests are
-        answered, see `GradualWarmUp`. Needs `warm_up` and `start`.
+      warm_up: "all": compile all programs now; "first": those that suffice for most requests, and the others while
+        requests are answered, see `GradualWarmUp`, which needs `start`; False: each when it is first needed.
       start: start the thread; otherwise the caller calls `step`.
 
     Raises:
@@ -84,8 +83,7 @@ class Engine:
         draft: ModelOnMesh | None = None,
         shapes: StepShapes | None = None,
         make_programs: type[Programs] | None = None,
-        warm_up: bool = True,
-        gradually: bool = False,
+        warm_up: WarmUp = "all",
         start: bool = True,
     ):
         self.model = model
@@ -145,7 +143,7 @@ class Engine:
         """Number of `with` blocks of `together` that have not ended."""
         self._count = 0
         self._warming: GradualWarmUp | None = None
-        if warm_up and gradually:
+        if warm_up == "first":
             self._warming = GradualWarmUp(self._runner, self.scheduler, self._time_steps)
         elif warm_up:
             self.warm_up()
@@ -534,10 +532,10 @@ class Engine:
         if not request.count:
             self.stats.prompt_tokens += len(request.prompt)
         if request.constraint is None:
-            added, reason = _until_end(request, tokens)
+            added, reason = until_end(request, tokens)
             error = None
         else:
-            added, reason, error = _until_end_of_constraint(request, request.constraint, tokens)
+            added, reason, error = until_end_of_constraint(request, request.constraint, tokens)
         request.append(added, scores)
         self.stats.generated_tokens += len(added)
         if reason is not None:
@@ -555,41 +553,6 @@ class Engine:
         self._requests.discard(request)
         self.stats.finished[reason] += 1
         request.notify(reason, error)
-
-
-def _until_end(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-    """Return the new tokens of an answer up to its end, and the reason of the end; None: it has not ended.
-
-    A stop token is set as the request's.
-    """
-    room = request.max_tokens - request.count
-    added = [*tokens[:room]]
-    if not request.stop_tokens.isdisjoint(added):
-        place = next(place for place, token in enumerate(added) if token in request.stop_tokens)
-        request.stop_token = added[place]
-        return added[:place], "stop"
-    return added, "length" if len(added) == room else None
-
-
-def _until_end_of_constraint(
-    request: Request, constraint: Constraint, tokens: Sequence[int]
-) -> tuple[list[int], FinishReason | None, ConstraintFailed | None]:
-    """Return as `_until_end`, with the constraint advanced by each token, and its failure as a third value."""
-    added = list[int]()
-    for token in tokens:
-        if token in request.stop_tokens:
-            request.stop_token = token
-            return added, "stop", None
-        added.append(token)
-        try:
-            complete = not constraint.accept(token)
-        except ConstraintFailed as failure:
-            return added, "error", failure
-        if complete:
-            return added, "stop", None
-        if request.count + len(added) >= request.max_tokens:
-            return added, "length", None
-    return added, None, None
 
 
 def _check_models(

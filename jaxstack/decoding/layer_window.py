@@ -25,8 +25,8 @@ from jaxstack.parallel.rules import AxisRules
 
 _TABLE = "embedding/table"
 WeightPlace: TypeAlias = Literal["files", "host", "peers"]
-"""Where the weights are of layers that are not in the device's memory: in the checkpoint's files, in host memory, or in
-the memory of the process's other devices."""
+"""Storage of the layers that are outside the device's memory: the checkpoint's files, host memory, or the memory of the
+other devices of the process."""
 
 
 class StoredWeights(Protocol):

@@ -272,3 +272,38 @@ class Request:
             self._ended.set()
         if self._listener is not None:
             self._listener()
+
+
+def until_end(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+    """Return the new tokens of an answer up to its end, and the reason of the end; None: it has not ended.
+
+    A stop token is set as the request's.
+    """
+    room = request.max_tokens - request.count
+    added = [*tokens[:room]]
+    if not request.stop_tokens.isdisjoint(added):
+        place = next(place for place, token in enumerate(added) if token in request.stop_tokens)
+        request.stop_token = added[place]
+        return added[:place], "stop"
+    return added, "length" if len(added) == room else None
+
+
+def until_end_of_constraint(
+    request: Request, constraint: Constraint, tokens: Sequence[int]
+) -> tuple[list[int], FinishReason | None, ConstraintFailed | None]:
+    """Return as `until_end`, with the constraint advanced by each token, and its failure as a third value."""
+    added = list[int]()
+    for token in tokens:
+        if token in request.stop_tokens:
+            request.stop_token = token
+            return added, "stop", None
+        added.append(token)
+        try:
+            complete = not constraint.accept(token)
+        except ConstraintFailed as failure:
+            return added, "error", failure
+        if complete:
+            return added, "stop", None
+        if request.count + len(added) >= request.max_tokens:
+            return added, "length", None
+    return added, None, None

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from typing import Literal, TypeAlias
 
 import jax
 
@@ -11,6 +12,9 @@ from jaxstack.decoding.requests import Request
 from jaxstack.decoding.runner import Runner
 from jaxstack.decoding.schedule import Scheduler
 from jaxstack.decoding.step_shapes import ChunkShape, StepKind
+
+WarmUp: TypeAlias = Literal["all", "first", False]
+"""Programs that an engine compiles before it answers."""
 
 
 class GradualWarmUp:

@@ -5,10 +5,10 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.config.loader import build_component, merge_overrides
@@ -19,8 +19,11 @@ from jaxstack.serve.config import ServeConfig
 if TYPE_CHECKING:
     from jaxstack.decoding.config import EngineConfig
     from jaxstack.decoding.decoder import Decoder
+    from jaxstack.decoding.engine import Engine
     from jaxstack.models.adapter_stack import AdapterMatrices
     from jaxstack.run.load import Run
+    from jaxstack.serve.engine import EngineGroup
+    from jaxstack.serve.pair_scores import Classifier
 
 _DRAFT_TOKENS = 4
 """Default of `engine.draft_tokens` with a draft model."""
@@ -118,10 +121,8 @@ def _serve(args: argparse.Namespace) -> int | None:
     others = [override for override in args.overrides if override not in own]
     key = _read_key(API_KEY)
     try:
-        from jaxstack.serve.chat_format import ChatFormatter
-        from jaxstack.serve.engine import check_settings, open_engine
+        from jaxstack.serve.engine import check_settings
         from jaxstack.serve.listen import bind, check_router, serve
-        from jaxstack.serve.pair_scores import Classifier
         from jaxstack.serve.registration import ENGINE_KEY, parse_url
         from jaxstack.serve.replicas import serve_replicas
     except ImportError as error:
@@ -134,64 +135,90 @@ def _serve(args: argparse.Namespace) -> int | None:
     with contextlib.ExitStack() as stack:
         bound = None if args.plan else stack.enter_context(contextlib.closing(bind(args.host, args.port)))
         router = None if bound is None or address is None else check_router(address, bound, engine_key)
-        from jaxstack.observe.what_ran import describe_backends
-        from jaxstack.run.adapters import read_adapter
-        from jaxstack.run.load import find_reward_head, load
-        from pallas_kernels import record_choices
-        from pallas_kernels.target import current_target
-
-        with doing("loading the model"):
-            run = load(args.run, others, step=args.step, recipe=args.recipe, report=_report)
-            head = find_reward_head(args.run, step=args.step)
-            read = partial(read_adapter, model=run.config.model)
-            adapters = {named: read(directory) for named, directory in map(_adapter, args.adapter)}
-            engine_config = _with_places(config.engine, adapters)
-            if not engine_config.adapters:  # which are those of single projections
-                run.decoder.join_projections()
-        if config.server.chat_template != "auto":
-            ChatFormatter(run.tokenizer, config.server.chat_template)  # tells what is wrong before minutes of compiling
-        draft = None
-        if args.draft is not None:
-            draft = _load_draft(args.draft, run, others)
-            engine_config = engine_config.model_copy(
-                update={"draft_tokens": engine_config.draft_tokens or _DRAFT_TOKENS}
-            )
-        check_settings(run.decoder, engine_config, draft)
+        models = _load_models(args, others, config)
+        check_settings(models.run.decoder, models.config, models.draft)
         if bound is None:
-            print(_plan(run.decoder, engine_config, draft))
+            print(_plan(models.run.decoder, models.config, models.draft))
             return
-        _report(f"[{args.run}, step {run.step}] compiling")
+        _report(f"[{args.run}, step {models.run.step}] compiling")
         _collect_newer_objects()
-        tokenizer = run.tokenizer
-        name = args.name or Path(args.run).resolve().name
-        with doing("compiling"), record_choices() as choices:
-            engine = open_engine(
-                run.decoder,
-                engine_config,
-                vocab_size=tokenizer.vocab_size,
-                stop_tokens=run.stop_tokens,
-                draft=draft,
-                gradually=current_target().platform == "cpu",  # on a GPU XLA measures kernels while it compiles
-            )
-        if products := describe_backends(choices, "packed_matmul"):
-            _report(products)
+        engine = _compile(models)
         with engine, doing(None):
-            for named, matrices in adapters.items():
+            for named, matrices in models.adapters.items():
                 engine.load_adapter(named, matrices)
             gc.collect()
             _collect_newer_objects()
             serve(
                 engine,
-                tokenizer,
-                name,
+                models.run.tokenizer,
+                args.name or Path(args.run).resolve().name,
                 config.server,
                 bound,
                 api_key=key,
-                read_adapter=read,
-                classifier=None if head is None else Classifier(head.weights, head.encode),
+                read_adapter=models.read_adapter,
+                classifier=models.classifier,
                 router=router,
                 report=_report,
             )
+
+
+class _Models(NamedTuple):
+    """What a server has loaded: the model, its draft model, its reward head, and its adapters."""
+
+    run: "Run"
+    draft: "Decoder | None"
+    classifier: "Classifier | None"
+    adapters: "Mapping[str, AdapterMatrices]"
+    read_adapter: "Callable[[str], AdapterMatrices]"
+    config: "EngineConfig"
+    """Settings of the engine, with room for the adapters, and with draft tokens if there is a draft model."""
+
+
+def _load_models(args: argparse.Namespace, overrides: Sequence[str], config: ServeConfig) -> _Models:
+    """Load the model and what belongs to it."""
+    from jaxstack.run.adapters import read_adapter
+    from jaxstack.run.load import find_reward_head, load
+    from jaxstack.serve.chat_format import ChatFormatter
+    from jaxstack.serve.pair_scores import Classifier
+
+    with doing("loading the model"):
+        run = load(args.run, overrides, step=args.step, recipe=args.recipe, report=_report)
+        head = find_reward_head(args.run, step=args.step)
+        read = partial(read_adapter, model=run.config.model)
+        adapters = {named: read(directory) for named, directory in map(_adapter, args.adapter)}
+        engine = _with_places(config.engine, adapters)
+        if not engine.adapters:  # which are those of single projections
+            run.decoder.join_projections()
+    if config.server.chat_template != "auto":
+        ChatFormatter(run.tokenizer, config.server.chat_template)  # tells what is wrong before minutes of compiling
+    draft = None
+    if args.draft is not None:
+        draft = _load_draft(args.draft, run, overrides)
+        engine = engine.model_copy(update={"draft_tokens": engine.draft_tokens or _DRAFT_TOKENS})
+    classifier = None if head is None else Classifier(head.weights, head.encode)
+    return _Models(run, draft, classifier, adapters, read, engine)
+
+
+def _compile(models: _Models) -> "Engine | EngineGroup":
+    """Return the running engine; tell by which kernels packed weights are multiplied."""
+    from jaxstack.observe.what_ran import describe_backends
+    from jaxstack.serve.engine import open_engine
+    from pallas_kernels import record_choices
+    from pallas_kernels.target import current_target
+
+    with doing("compiling"), record_choices() as choices:
+        engine = open_engine(
+            models.run.decoder,
+            models.config,
+            vocab_size=models.run.tokenizer.vocab_size,
+            stop_tokens=models.run.stop_tokens,
+            draft=models.draft,
+            # On a GPU XLA measures kernels while it compiles.
+            warm_up="first" if current_target().platform == "cpu" else "all",
+        )
+    if products := describe_backends(choices, "packed_matmul"):
+        _report(products)
+    return engine
 
 
 def _collect_newer_objects() -> None:

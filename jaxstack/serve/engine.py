@@ -12,6 +12,7 @@ from jaxstack.decoding.pipeline import PipelineDecoder
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.runner import EngineState
 from jaxstack.decoding.sampling import Sampling
+from jaxstack.decoding.warm_up import WarmUp
 from jaxstack.errors import ConfigError
 from jaxstack.models.adapter_stack import AdapterMatrices
 from jaxstack.serve.config import EngineConfig
@@ -108,20 +109,20 @@ def open_engine(
     vocab_size: int | None = None,
     stop_tokens: Collection[int] = (),
     draft: ModelOnMesh | None = None,
-    warm_up: bool = True,
-    gradually: bool = False,
+    warm_up: WarmUp = "all",
 ) -> Engine | EngineGroup:
     """Start and return an `Engine` that serves a model, or an `EngineGroup` if it has data-parallel replicas or stages.
 
-    Programs are compiled `gradually` by a single engine only, as several would trace them at the same time.
+    Several engines compile all of their programs first: they would trace the others at the same time.
 
     Raises:
       ConfigError: as `Engine`, or a setting is one that a pipeline does not have.
     """
     check_settings(model, config or EngineConfig(), draft)
+    of_several: WarmUp = "all" if warm_up else False
     if isinstance(model, PipelineDecoder):
         each = _for_each_group(model, config or EngineConfig())
-        options = {"vocab_size": vocab_size, "stop_tokens": stop_tokens, "warm_up": warm_up}
+        options = {"vocab_size": vocab_size, "stop_tokens": stop_tokens, "warm_up": of_several}
         return EngineGroup([Engine(model, each, make_programs=PartPrograms, **options) for _ in range(model.groups)])
     models = model.split_replicas()
     drafts = [None] * len(models) if draft is None else draft.split_replicas()
@@ -132,8 +133,7 @@ def open_engine(
             vocab_size=vocab_size,
             stop_tokens=stop_tokens,
             draft=d,
-            warm_up=warm_up,
-            gradually=gradually and len(models) == 1,
+            warm_up=warm_up if len(models) == 1 else of_several,
         )
         for m, d in zip(models, drafts, strict=True)
     ]

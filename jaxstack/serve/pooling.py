@@ -32,8 +32,8 @@ class PoolingRequest(ClassifyRequest):
     """JSON body of a request to /pooling."""
 
     task: Literal["embed", "classify"] | None = None
-    """What is returned for each text: its embedding, or its score; by default the score if the model has a head for it,
-    or else the embedding."""
+    """Result for each text: embed for its embedding, classify for its score. By default the score, if the model has a
+    reward head, or else the embedding."""
     use_activation: bool | None = None
     """False: embeddings and scores as they are; otherwise vectors have the length 1, and scores are as of /classify."""
 

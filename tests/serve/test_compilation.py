@@ -102,7 +102,7 @@ def test_a_gradual_warm_up_begins_with_few_programs_and_ends_with_all(name, comp
         texts = [handle.result() for handle in handles]
         whole.warm_up()
         count = whole.programs.compiled
-    with Engine(open_tiny(), config, draft=draft, gradually=True) as engine:
+    with Engine(open_tiny(), config, draft=draft, warm_up="first") as engine:
         first = engine.programs.compiled
         even = engine.submit([1, 2, 3], 9, constraint=EvenOnly(9))
         handles = [engine.submit(prompt, 12, Sampling(temperature=0)) for prompt in prompts([3, 30, 16])]
@@ -118,7 +118,7 @@ def test_a_gradual_warm_up_begins_with_few_programs_and_ends_with_all(name, comp
 def test_requests_that_need_further_programs_are_overtaken_until_these_are_compiled(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(ThreadedCompiler, "has_room", False)
-        engine = Engine(open_tiny(), EngineConfig(**SIZES), gradually=True)
+        engine = Engine(open_tiny(), EngineConfig(**SIZES), warm_up="first")
         even = engine.submit([1, 2, 3], 9, constraint=EvenOnly(9))
         assert len(engine.submit([4, 5], 9, Sampling(temperature=0)).result()) == 9
         assert even.times.started is None and engine.waiting == 1
@@ -131,7 +131,7 @@ def test_requests_that_need_further_programs_are_overtaken_until_these_are_compi
 def test_the_first_programs_suffice_for_plain_requests(settings, monkeypatch):
     """Also for the last token of an answer, which a step by itself computes where all steps have drafts."""
     monkeypatch.setattr(ThreadedCompiler, "has_room", False)
-    with Engine(open_tiny(), EngineConfig(**SIZES, **settings), gradually=True) as engine:
+    with Engine(open_tiny(), EngineConfig(**SIZES, **settings), warm_up="first") as engine:
         count = engine.programs.compiled
         for number, sampling in [(12, SAMPLINGS[1]), (2, Sampling(temperature=0)), (1, SAMPLINGS[2])]:
             assert len(engine.submit([1, 2] * 10, number, sampling).result()) == number
@@ -150,7 +150,7 @@ def test_requests_are_answered_between_the_timings_of_steps(monkeypatch):
         return time_chunks(runner, shape, chunks)
 
     monkeypatch.setattr(Runner, "_time_chunks", timed)
-    with Engine(open_tiny(), EngineConfig(**SIZES), gradually=True) as engine:
+    with Engine(open_tiny(), EngineConfig(**SIZES), warm_up="first") as engine:
         # The first turn times a decode step, and takes the page that chunks are timed on.
         wait_until(lambda: engine.pool.used == 1)
         first = engine.submit([4, 5], 9, Sampling(temperature=0))
@@ -163,7 +163,7 @@ def test_requests_are_answered_between_the_timings_of_steps(monkeypatch):
 
 def test_requests_that_wait_for_programs_end_when_the_engine_is_closed(monkeypatch):
     monkeypatch.setattr(ThreadedCompiler, "has_room", False)
-    engine = Engine(open_tiny(), EngineConfig(**SIZES), gradually=True)
+    engine = Engine(open_tiny(), EngineConfig(**SIZES), warm_up="first")
     even = engine.submit([1, 2, 3], 9, constraint=EvenOnly(9))
     wait_until(lambda: bool(engine.scheduler.waiting))
     assert not engine.drain(0.1)
@@ -173,14 +173,14 @@ def test_requests_that_wait_for_programs_end_when_the_engine_is_closed(monkeypat
 
 @pytest.mark.longer
 def test_an_engine_that_drains_compiles_what_its_requests_wait_for():
-    with Engine(open_tiny(), EngineConfig(**SIZES), gradually=True) as engine:
+    with Engine(open_tiny(), EngineConfig(**SIZES), warm_up="first") as engine:
         even = engine.submit([1, 2, 3], 9, constraint=EvenOnly(9))
         assert engine.drain(240) and len(even.result()) == 9
 
 
 def test_requests_that_are_submitted_together_start_together_during_the_warm_up(monkeypatch):
     monkeypatch.setattr(ThreadedCompiler, "has_room", False)
-    with Engine(open_tiny(), EngineConfig(**SIZES), gradually=True) as engine:
+    with Engine(open_tiny(), EngineConfig(**SIZES), warm_up="first") as engine:
         with engine.together():
             first = engine.submit([1, 2, 3], 9, Sampling(temperature=0))
             time.sleep(0.2)
@@ -189,7 +189,7 @@ def test_requests_that_are_submitted_together_start_together_during_the_warm_up(
 
 
 def test_an_engine_that_is_closed_during_its_warm_up_compiles_no_more():
-    engine = Engine(open_tiny(), EngineConfig(**SIZES), gradually=True)
+    engine = Engine(open_tiny(), EngineConfig(**SIZES), warm_up="first")
     first = engine.programs.compiled
     engine.close()
     assert engine.programs.compiled < first + 12

@@ -21,6 +21,7 @@ from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import EngineGroup, open_engine
+from pallas_kernels import record_choices
 from tests.decoding.plain_sampling import sample
 from tests.decoding.test_decode import open_decoder
 from tests.marks import longer
@@ -54,9 +55,12 @@ def test_joined_projections_write_keys_and_values_in_fp8(tensor):
     served = open_tiny(kv_cache="fp8", tensor=tensor)
     served.join_projections()
     config = EngineConfig(slots=2, chunk=16)
-    with Engine(served, config, warm_up=False) as engine:
+    with record_choices() as choices, Engine(served, config, warm_up=False, start=False) as engine:
         handles = [engine.submit(prompt, 6, GREEDY) for prompt in asked]
+        while engine.step():
+            pass
         assert [handle.result() for handle in handles] == [expected(alone, prompt, 6) for prompt in asked]
+    assert {"rotate_into_cache", "paged_attention"} <= {choice.operation for choice in choices}
 
 
 @pytest.fixture(scope="module")
