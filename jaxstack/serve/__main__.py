@@ -169,7 +169,7 @@ class _Models(NamedTuple):
     draft: "Decoder | None"
     classifier: "Classifier | None"
     adapters: "Mapping[str, AdapterMatrices]"
-    read_adapter: "Callable[[str], AdapterMatrices]"
+    read_adapter: "Callable[[Path], AdapterMatrices]"
     config: "EngineConfig"
     """Settings of the engine, with room for the adapters, and with draft tokens if there is a draft model."""
 

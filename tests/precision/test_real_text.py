@@ -1,4 +1,4 @@
-"""A small model on real text comes to nearly the same held-out loss in every recipe as without FP8."""
+"""A small model on real text comes to a held-out loss in every recipe that is not worse than without FP8."""
 
 from pathlib import Path
 
@@ -20,10 +20,11 @@ def held_out_loss(directory, recipe: str) -> float:
 
 
 @pytest.mark.exhaustive
-def test_held_out_loss_is_within_one_percent(tmp_path):
+def test_held_out_loss_is_at_most_one_percent_worse(tmp_path):
+    """A lower loss is no fault: so early in training, noise of rounding is now and then worth more than one percent."""
     losses = {
         recipe: held_out_loss(tmp_path / recipe, recipe) for recipe in ("none", "current", "delayed", "blockwise")
     }
     for recipe, loss in losses.items():
-        assert loss == pytest.approx(losses["none"], rel=0.01), (recipe, losses)
+        assert 0.95 * losses["none"] < loss < 1.01 * losses["none"], (recipe, losses)
     assert losses["none"] < 6.5, "it has learnt something"

@@ -36,8 +36,10 @@ def run(folder: Path, processes: int, *command: str) -> str:
         capture_output=True, text=True, env=environment, cwd=folder, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    # The launcher marks the lines of the second process, which has some signs of life until the two have met.
-    return "\n".join(line for line in done.stdout.splitlines() if "Gloo" not in line and not line.startswith("[1]"))
+    # The launcher marks the lines of the second process, which has some signs of life until the two have met. Several
+    # threads at once write lines like "[Gloo] ... : 3", so that the number may stand on a line of its own.
+    lines = (line for line in done.stdout.splitlines() if "Gloo" not in line and not line.strip().isdecimal())
+    return "\n".join(line for line in lines if line and not line.startswith("[1]"))
 
 
 LAYOUTS = [(), pytest.param(("parallel.tensor=2", "parallel.data=2"), marks=pytest.mark.exhaustive)]
