@@ -76,6 +76,9 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(items):
     """Mark the tests before pytest selects by `-m`."""
     mark_slow_tests(items)
+    # What stays until the end is not looked through again at each collection of garbage, and those come less often.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="module", autouse=True)

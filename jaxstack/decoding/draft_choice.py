@@ -6,9 +6,11 @@ models and on the text. How many tokens n-gram drafts give can be counted withou
 (`jaxstack.decoding.ngram_draft.Foreseen`), so that only durations have to be measured; other drafts have to be tried.
 """
 
+import bisect
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 _TRIAL = 32
 _PROGRAMS = 4
@@ -169,6 +171,15 @@ class _Size:
         self._best = self._drafts_are_faster
 
 
+class _Program(NamedTuple):
+    """What was measured of a program, in an order by the seconds of a step."""
+
+    step_seconds: float
+    seconds: float
+    steps: int
+    tokens: float
+
+
 class _Kind:
     """Newest measurements of programs of one kind.
 
@@ -180,20 +191,25 @@ class _Kind:
     def __init__(self):
         self.step_seconds = 0.0
         self.seconds = 0.0
-        self._measured = deque[tuple[float, int, float]]()
+        self._measured = deque[_Program]()
+        self._slowest_last: list[_Program] = []
         self._steps = 0
 
     def add(self, seconds: float, steps: int, tokens: float) -> None:
         """Add the seconds of a program, the number of its steps, and the tokens that they gave a row."""
-        self._measured.append((seconds, steps, tokens))
+        program = _Program(seconds / steps, seconds, steps, tokens)
+        self._measured.append(program)
+        bisect.insort(self._slowest_last, program)
         self._steps += steps
-        while len(self._measured) > _PROGRAMS and self._steps - self._measured[0][1] >= _MEMORY:
-            self._steps -= self._measured.popleft()[1]
-        usual = sorted(self._measured, key=lambda measured: measured[0] / measured[1])
-        kept = usual[: -max(1, int(len(usual) * _OUTLIERS))] or usual
-        whole = sum(seconds for seconds, *_ in kept)
-        self.step_seconds = whole / sum(steps for _, steps, _ in kept)
-        self.seconds = whole / sum(tokens for *_, tokens in kept)
+        while len(self._measured) > _PROGRAMS and self._steps - self._measured[0].steps >= _MEMORY:
+            oldest = self._measured.popleft()
+            self._steps -= oldest.steps
+            del self._slowest_last[bisect.bisect_left(self._slowest_last, oldest)]
+        count = len(self._slowest_last)
+        kept = self._slowest_last[: count - max(1, int(count * _OUTLIERS))] or self._slowest_last
+        _, all_seconds, all_steps, all_tokens = map(sum, zip(*kept, strict=True))
+        self.step_seconds = all_seconds / all_steps
+        self.seconds = all_seconds / all_tokens
 
     @property
     def known(self) -> bool:

@@ -83,6 +83,7 @@ def test_recorded_experts_are_those_of_the_model():
     assert np.abs(changed - replayed).max() > 0.1
 
 
+@pytest.mark.longer
 def test_replay_brings_sampler_and_trainer_together():
     """In bfloat16 routers choose other experts for some tokens; without their choices log-probabilities differ less."""
     trainer, prompts, answers = sampled(jnp.bfloat16)

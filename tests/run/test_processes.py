@@ -42,7 +42,10 @@ def run(folder: Path, processes: int, *command: str) -> str:
     return "\n".join(line for line in lines if line and not line.startswith("[1]"))
 
 
-LAYOUTS = [(), pytest.param(("parallel.tensor=2", "parallel.data=2"), marks=pytest.mark.exhaustive)]
+LAYOUTS = [
+    pytest.param((), marks=pytest.mark.longer),
+    pytest.param(("parallel.tensor=2", "parallel.data=2"), marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -74,7 +74,7 @@ class Machine:
         return drafted / (self.given - began)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     drafted=st.floats(0.5, 20),
     tokens=st.floats(1, 5),
@@ -90,7 +90,7 @@ def test_trials_cost_little_whatever_is_faster(drafted, tokens, noise, rows):
         assert took < 1.04 * drafted / tokens
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     drafted=st.floats(0.5, 8),
     tokens=st.floats(1, 5),

@@ -19,6 +19,7 @@ from jaxstack.models.mixers import sparse_latent_attention
 from jaxstack.models.mixers.sparse_latent_attention import SparseMultiHeadLatentAttention
 from jaxstack.parameter_paths import flatten, path_name
 from jaxstack.trainer import Trainer
+from tests.marks import longer
 from tests.small_runs import batch_at, make_trainer, metrics_of_steps, small_config
 
 B = 2
@@ -71,7 +72,7 @@ def divergences(index, q, k, scale: float, topk: int, ids: np.ndarray) -> np.nda
     return found
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["sparse", *longer("dense")])
 def test_the_loss_is_the_divergence_from_the_attention_of_the_heads(stage, monkeypatch):
     """Of packed documents, in chunks of three queries, the last of which is smaller."""
     monkeypatch.setattr(sparse_latent_attention, "_CHUNK_BYTES", 4 * B * 4 * T * 3)
@@ -94,7 +95,7 @@ def test_the_loss_is_the_divergence_from_the_attention_of_the_heads(stage, monke
     np.testing.assert_allclose(own.metrics("indexer_loss")["indexer_loss"], wanted.mean(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["sparse", *longer("dense")])
 def test_the_loss_has_gradients_of_the_indexer_alone_and_nothing_else_has_them(stage):
     graphdef, params = nnx.split(mixer_of(STAGES[stage]))
     x, _ = inputs()

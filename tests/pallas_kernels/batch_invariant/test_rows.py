@@ -60,6 +60,7 @@ def test_the_newest_token_attends_as_in_the_whole_sequence(dtype):
         np.testing.assert_array_equal(found, whole[:, first:end])
 
 
+@pytest.mark.longer
 def test_values_and_gradients_are_those_of_the_usual_kernels():
     x, weights = values(3 * GROUP_TILE, 32), values(3, 32, 24, seed=1)
     sizes = jnp.array([GROUP_TILE, 0, 10], jnp.int32)

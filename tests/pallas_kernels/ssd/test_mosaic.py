@@ -28,6 +28,7 @@ def check(shape, lengths):
 
 
 @needs_mosaic
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("shape", "lengths"),
     [((1, 130, 2, 64, 1, 64), (30, 50, 40, 10)), ((2, 192, 2, 64, 2, 128), None), ((1, 50, 1, 128, 1, 64), None)],
