@@ -30,11 +30,17 @@ from benchmarks.steps import open_run, rates, run_as_command, run_process
 
 BASE = "constant"
 WARMUP = 50
+TIMESCALE = 1000
+"""Of inverse_sqrt: with its default, the warm-up, the rate falls to a sixth of the peak in 2,000 steps."""
 WARMED_UP = (BASE, "cosine", "linear", "wsd", "inverse_sqrt")
 SCHEDULES: dict[str, tuple[str, ...]] = {
     **{name: (f"schedule.name={name}", f"schedule.warmup_steps={WARMUP}") for name in WARMED_UP},
+    **{
+        f"inverse_sqrt, {name}": ("schedule.name=inverse_sqrt", f"schedule.warmup_steps={WARMUP}", f"schedule.timescale={TIMESCALE}", *decay)
+        for name, decay in (("long timescale", ()), ("long timescale, decay", ("schedule.decay_fraction=0.2",)))
+    },
     "one_cycle": ("schedule.name=one_cycle",),
-}
+}  # fmt: skip
 """Name of each schedule -> its settings; others have their defaults."""
 MODEL = (
     "model.preset=tiny", "train.global_batch_size=4", "train.sequence_length=128", "optimizer.b2=0.98",
@@ -81,6 +87,7 @@ def measure(overrides: Sequence[str]) -> dict[str, Any]:
         spent += (time.perf_counter() - began) * (step > 1)
         if step % every == 0 or step == steps:
             found = trainer.evaluate(max_tokens=EVAL_TOKENS)
+            assert found is not None, "the text has a held-out part"
             curve.append((step, float(found["eval_loss"])))
     batches.close()
     milliseconds = 1e3 * spent / max(steps - 1, 1)

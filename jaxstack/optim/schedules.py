@@ -82,32 +82,49 @@ class Cosine(Schedule):
         return optax.cosine_decay_schedule(1.0, steps, alpha=self.final_fraction)
 
 
-class WarmupStableDecay(Schedule):
-    """Warmup-stable-decay (WSD, Hu et al. 2024): the peak rate, then a decay over the last steps of the run.
+class Cooled(Schedule):
+    """Base class of schedules that end with a decay over the last steps, beside the fall that they have before it.
 
     Before the decay the rate does not depend on the length of the run, so a run can be made longer, and a decay can
     begin at any kept checkpoint (`run.branch_from`).
     """
 
-    name: Literal["wsd"] = "wsd"
-    decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    """Length of the decay as a fraction of the steps after the warm-up."""
+    decay_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Length of the decay as a fraction of the steps after the warm-up; 0: no decay."""
     decay_steps: int | None = Field(default=None, ge=1)
     """Length of the decay in steps, in place of decay_fraction."""
     final_fraction: float = Field(default=0.0, ge=0)
+    """Factor at the end of the decay, of the rate that the schedule would have without it."""
     shape: Literal["linear", "sqrt"] = "linear"
     """`sqrt`: 1 - sqrt(progress), which Haegele et al. 2024 found to be better."""
 
+    @abstractmethod
+    def before_decay(self, step: jax.Array) -> jax.Array:
+        """Return the fraction of the peak without the decay, at float32 steps since the warm-up."""
+
     def decay(self, steps: int) -> optax.Schedule:
         wanted = round(steps * self.decay_fraction) if self.decay_steps is None else self.decay_steps
-        length = min(max(wanted, 1), steps)
+        length = min(max(wanted, 1), steps) if self.decay_steps or self.decay_fraction else 0
 
         def at(step: jax.typing.ArrayLike) -> jax.Array:
-            progress = jnp.clip((jnp.asarray(step, jnp.float32) - (steps - length)) / length, 0.0, 1.0)
+            step = jnp.asarray(step, jnp.float32)
+            if not length:
+                return self.before_decay(step)
+            progress = jnp.clip((step - (steps - length)) / length, 0.0, 1.0)
             fall = 1 - (jnp.sqrt(progress) if self.shape == "sqrt" else progress)
-            return self.final_fraction + (1 - self.final_fraction) * fall
+            return self.before_decay(step) * (self.final_fraction + (1 - self.final_fraction) * fall)
 
         return at
+
+
+class WarmupStableDecay(Cooled):
+    """Warmup-stable-decay (WSD, Hu et al. 2024): the peak rate, then a decay over the last steps of the run."""
+
+    name: Literal["wsd"] = "wsd"
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+
+    def before_decay(self, step: jax.Array) -> jax.Array:
+        return jnp.ones_like(step)
 
 
 class OneCycle(Schedule):
@@ -123,16 +140,20 @@ class OneCycle(Schedule):
         return optax.cosine_onecycle_schedule(steps, 1.0, self.rise_fraction, self.initial_divisor, self.final_divisor)
 
 
-class InverseSqrt(Schedule):
-    """Inverse square-root decay: peak x sqrt(timescale / (timescale + step)) (Vaswani et al. 2017)."""
+class InverseSqrt(Cooled):
+    """Inverse square-root decay: peak x sqrt(timescale / (timescale + step)) (Vaswani et al. 2017).
+
+    Zhai et al. 2021 take a timescale that is much longer than the warm-up, and a decay at the end, for which
+    `decay_fraction` or `decay_steps` asks.
+    """
 
     name: Literal["inverse_sqrt"] = "inverse_sqrt"
     timescale: int | None = Field(default=None, ge=1)
     """Default: warmup_steps, or 1 without a warm-up."""
 
-    def decay(self, steps: int) -> optax.Schedule:
+    def before_decay(self, step: jax.Array) -> jax.Array:
         scale = float(self.timescale or max(self.warmup_steps, 1))
-        return lambda step: jnp.sqrt(scale / (scale + jnp.asarray(step, jnp.float32)))
+        return jnp.sqrt(scale / (scale + step))
 
 
 SCHEDULES = (Cosine, Constant, Linear, WarmupStableDecay, OneCycle, InverseSqrt)

@@ -77,10 +77,20 @@ def test_inverse_square_root():
     assert values(InverseSqrt(timescale=4))[12] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("settings", [{"decay_fraction": 0.25}, {"decay_steps": 20}])
+def test_inverse_square_root_with_a_decay(settings):
+    """The decay multiplies what the rate would be, and leaves the steps before it as in a longer run."""
+    found = values(InverseSqrt(warmup_steps=20, timescale=40, final_fraction=0.1, shape="sqrt", **settings))
+    before = np.sqrt(40 / (40 + np.arange(80)))
+    assert found[20:80] == pytest.approx(before[:60])
+    assert found[80:] == pytest.approx(before[60:] * (1 - 0.9 * np.sqrt(np.arange(20) / 20)), abs=1e-6)
+
+
 def test_wrong_settings_are_refused():
     for kind, tree in (
         (Cosine, {"warmup_steps": -1}),
         (WarmupStableDecay, {"decay_fraction": 0.0}),
+        (InverseSqrt, {"decay_fraction": -0.1}),
         (OneCycle, {"rise_fraction": 1.0}),
     ):
         with pytest.raises(Exception, match=next(iter(tree))):
