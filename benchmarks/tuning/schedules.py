@@ -35,12 +35,13 @@ TIMESCALE = 1000
 WARMED_UP = (BASE, "cosine", "linear", "wsd", "inverse_sqrt")
 SCHEDULES: dict[str, tuple[str, ...]] = {
     **{name: (f"schedule.name={name}", f"schedule.warmup_steps={WARMUP}") for name in WARMED_UP},
-    **{
-        f"inverse_sqrt, {name}": ("schedule.name=inverse_sqrt", f"schedule.warmup_steps={WARMUP}", f"schedule.timescale={TIMESCALE}", *decay)
-        for name, decay in (("long timescale", ()), ("long timescale, decay", ("schedule.decay_fraction=0.2",)))
-    },
     "one_cycle": ("schedule.name=one_cycle",),
-}  # fmt: skip
+}
+SCHEDULES["inverse_sqrt, long timescale"] = (*SCHEDULES["inverse_sqrt"], f"schedule.timescale={TIMESCALE}")
+SCHEDULES["inverse_sqrt, long timescale, decay"] = (
+    *SCHEDULES["inverse_sqrt, long timescale"],
+    "schedule.decay_fraction=0.2",
+)
 """Name of each schedule -> its settings; others have their defaults."""
 MODEL = (
     "model.preset=tiny", "train.global_batch_size=4", "train.sequence_length=128", "optimizer.b2=0.98",
