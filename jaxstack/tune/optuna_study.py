@@ -1,6 +1,6 @@
 """A hyperparameter study stored by Optuna: proposes trials' values, records their results, and prunes bad trials.
 
-This is the only module that knows how Optuna represents a search space, constraints and failed trials.
+Only this module and `gaussian_process.py` know how Optuna represents a search space, constraints and failed trials.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from jaxstack.data.fingerprint import fingerprint_difference
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.tune.gaussian_process import WarpedGPSampler
 from jaxstack.tune.space import Dimension, Range, SearchSpace, StudyConfig
 
 _CONSTRAINTS = ("memory", "failure")
@@ -242,7 +243,7 @@ def make_sampler(config: StudyConfig, number: int) -> optuna.samplers.BaseSample
     if config.sampler == "random":
         return optuna.samplers.RandomSampler(seed=seed)
     if config.sampler == "gp":
-        return optuna.samplers.GPSampler(seed=seed, n_startup_trials=config.random_trials)
+        return WarpedGPSampler(seed, config.random_trials)
     return optuna.samplers.TPESampler(
         seed=seed, n_startup_trials=config.random_trials, multivariate=True, constant_liar=True
     )

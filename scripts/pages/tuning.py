@@ -53,10 +53,14 @@ def read_runs(work: str) -> list[Row]:
 def read_studies() -> dict[tuple[str, int], dict[str, Row]]:
     """Return (run, seed) -> sampler -> row of the benchmark `tune_search`, of the runs that stored every trial's best.
 
-    Older runs are left out: the samplers' settings were chosen on their seeds.
+    Older runs are left out: the samplers' settings were chosen on their seeds. Of a sampler and a seed the newest study
+    counts.
     """
     studies: dict[tuple[str, int], dict[str, Row]] = {}
     for row in (row for row in read_all(RESULTS / "tune_search.jsonl") if "bests" in row):
+        for (run, seed), study in studies.items():
+            if row["sampler"] != "random" and seed == row["seed"] and run != row["run"]:
+                study.pop(row["sampler"], None)
         studies.setdefault((row["run"], row["seed"]), {})[row["sampler"]] = row
     return {key: study for key, study in studies.items() if len(study) > 1}
 
