@@ -4,8 +4,10 @@ claims.yaml lists the claims and what shows each; results come from the rows of 
 test, or one that its row contradicts, is an error. A row whose code has changed since its commit bears a mark.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -38,7 +40,8 @@ SUMMARIES = {
     "optimizers": tuning.optimizer_rows,
     "tune_search": tuning.search_rows,
 }
-"""File of results -> function that returns what claims are about, such as means over seeds, in place of its rows."""
+"""File of results -> function that returns what claims are about, such as means over seeds, in place of its rows, from
+the folder of results."""
 
 
 class ClaimError(SystemExit):
@@ -69,6 +72,8 @@ class Claim:
     tests: Sequence[str] = ()
     missing: str = ""
     """Parts of the claim without evidence, as text."""
+    runs: Mapping[str, int] = field(default_factory=dict)
+    """Commands that would show them -> the number of GPUs that they need."""
     section: str = field(default="", compare=False)
 
     def check(self) -> None:
@@ -92,29 +97,46 @@ class Claim:
 
 
 def read_claims() -> list[Claim]:
-    """Return the claims of claims.yaml, those of the main workloads, and those of the examples of other fields.
+    """Return the claims with the stored results, see `gather_claims`.
 
     Raises:
       ClaimError: see `Claim.check`; or no row is as claims.yaml describes it.
     """
-    listed = yaml.safe_load(LIST.read_text(encoding="utf-8"))
-    claims = [_listed(section, entry) for section, entries in listed.items() for entry in entries]
-    claims += [*_workloads(), *_examples()]
+    claims = gather_claims(RESULTS)
     for claim in claims:
         claim.check()
     return claims
 
 
-def _listed(section: str, entry: Mapping[str, Any]) -> Claim:
+def gather_claims(results: Path) -> list[Claim]:
+    """Return the claims of claims.yaml, those of the main workloads, and those of the examples of other fields.
+
+    Args:
+      results: folder with the rows of the benchmarks.
+
+    Raises:
+      ClaimError: no row is as claims.yaml describes it.
+    """
+    listed = yaml.safe_load(LIST.read_text(encoding="utf-8"))
+    claims = [_listed(section, entry, results) for section, entries in listed.items() for entry in entries]
+    return [*claims, *_workloads(results), *_examples(results)]
+
+
+def _listed(section: str, entry: Mapping[str, Any], results: Path) -> Claim:
     name = f"claims.yaml: {entry['technique']}"
-    results = [result for one in entry.get("rows", ()) for result in _results(name, one)]
-    tests = [f"tests/{path}" for path in entry.get("tests", ())]
     return Claim(
-        entry["technique"], entry["claim"], entry["verdict"], results, tests, entry.get("missing", ""), section
+        entry["technique"],
+        entry["claim"],
+        entry["verdict"],
+        [result for described in entry.get("rows", ()) for result in _results(name, described, results)],
+        [f"tests/{path}" for path in entry.get("tests", ())],
+        entry.get("missing", ""),
+        entry.get("runs", {}),
+        section,
     )
 
 
-def _results(name: str, described: Mapping[str, Any]) -> list[Result]:
+def _results(name: str, described: Mapping[str, Any], results: Path) -> list[Result]:
     """Return the newest rows that claims.yaml describes: `file`, `where`, `show`, `code`, `at_least` and `at_most`.
 
     Of a file in `SUMMARIES` these are what it returns. There is one for each work, implementation, variant and device
@@ -122,7 +144,7 @@ def _results(name: str, described: Mapping[str, Any]) -> list[Result]:
     """
     where = described.get("where", {})
     file = described["file"]
-    stored = SUMMARIES[file]() if file in SUMMARIES else read_all(RESULTS / f"{file}.jsonl")
+    stored = SUMMARIES[file](results) if file in SUMMARIES else read_all(results / f"{file}.jsonl")
     rows = [row for row in stored if _fits(row, where)]
     if not rows:
         raise ClaimError(f"{name}: no row of {described['file']} that can be repeated has {where}.")
@@ -147,20 +169,23 @@ def _fits(row: Row, where: Mapping[str, Any]) -> bool:
     return all(row.get(key) == value for key, value in where.items())
 
 
-def _workloads() -> Iterable[Claim]:
+def _workloads(results: Path) -> Iterable[Claim]:
     """Return a claim for each main workload: its speed over that of the fastest peer of the same run.
 
     A workload that is measured on several numbers of GPUs is shown with the most that have a peer.
     """
-    rows = read_all(RESULTS / "train_step.jsonl")
+    rows = read_all(results / "train_step.jsonl")
     for title, works in _works_of_titles().items():
         goal = performance.GOALS[works[0]]
         found = [one for work in works if (one := compare(work, rows, ())) and one.peer]
         claim = f"at least {goal:.2f} times the fastest peer of the same run"
         best = max(found, key=lambda one: one.ours["devices"], default=None)
         if best is None or best.ratio is None:
+            split = re.search(r" (?:fsdp|context)(\d)", works[0])
+            command = f"python benchmarks/training/train_step.py '{works[0]}' --peers torchtitan --together"
+            runs = {command: int(split[1]) if split else 1}
             missing = "no peer in the same run"
-            yield Claim(title, claim, "not shown", missing=missing, section="Main workloads")
+            yield Claim(title, claim, "not shown", missing=missing, runs=runs, section="Main workloads")
             continue
         devices = best.ours["devices"]
         shown = f"{best.ratio:.2f}" + f" on {devices} GPUs" * (devices > 1)
@@ -176,9 +201,9 @@ def _works_of_titles() -> Mapping[str, Sequence[str]]:
     return works
 
 
-def _examples() -> Iterable[Claim]:
+def _examples(results: Path) -> Iterable[Claim]:
     """Return a claim for each example of another field."""
-    for row in fields.newest_rows():
+    for row in fields.newest_rows(results):
         missed = [criterion for criterion, met in row["checks"].items() if not met]
         why = "; ".join([*missed, *filter(None, [row.get("bound")])]) if missed else ""
         shown = f"{row['measure']}: {fields.number(row['ours'])}"
@@ -208,6 +233,7 @@ def _line(claim: Claim) -> list[str]:
     dates = [str(result.row["date"])[:10] for result in claim.results]
     verdict = claim.verdict if claim.verdict == "met" else f"**{claim.verdict}**"
     verdict += f": {claim.missing}" if claim.missing else ""
+    verdict += "".join(f"; to be run: `{run}`" for run in claim.runs)
     cells = [
         claim.technique,
         claim.claim,
@@ -228,6 +254,8 @@ After this page you know what jaxstack claims, what was run for each claim, and 
 READING = f"""
 - **what was run** is the command of a row of results, or tests. Tests run with every change (exhaustive ones as
   far as the time of `.ci/run` allows), so their commit is *each*.
+- `python -m scripts.repeat NAME` runs the commands of a claim again, and shows their results beside these;
+  `--list` prints all commands with the devices that they need.
 - **verdict**: *met*; *missed*: the newest row does not reach the claim; *in part* and *not shown* say what is missing.
 - {MARK} The code that the row measured has changed since its commit, or the commit is not in this repository's history:
   the result may have changed too. Of a time or a loss this is all that ran, of a ratio what its two sides differ in.

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from pathlib import Path
 
 from scripts.pages.page import Cell, Page, table_of
 from scripts.pages.rows import RESULTS, Row, read_all
@@ -24,12 +25,12 @@ PARTS: dict[str, tuple[str, str, str, Cell]] = {
 """Part of the page -> work of its rows, heading of the ratio, and the last column."""
 
 
-def read_formats() -> list[Row]:
+def read_formats(results: Path = RESULTS) -> list[Row]:
     """Return the rows of the newest measurement of each model, in the order of the models' sizes.
 
     `accuracy_points` is how many percentage points more often the next token is right than with float32 weights.
     """
-    rows = [row for row in read_all(RESULTS / "cache_formats.jsonl") if "model" in row]
+    rows = [row for row in read_all(results / "cache_formats.jsonl") if "model" in row]
     newest = {row["model"]: row["run"] for row in rows}
     rows = [row for row in rows if row["run"] == newest[row["model"]]]
     exact = {row["model"]: row["accuracy"] for row in rows if row["format"] == "none (float32)"}

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from benchmarks.picture import Panel, draw
 from scripts.pages import page
@@ -9,9 +10,9 @@ from scripts.pages.page import Page, escaped
 from scripts.pages.rows import RESULTS, Row, read_rows
 
 
-def newest_rows() -> list[Row]:
+def newest_rows(results: Path = RESULTS) -> list[Row]:
     """Return the newest row of each example, in the order of their names."""
-    return sorted(read_rows(RESULTS / "fields.jsonl"), key=lambda row: row["work"])
+    return sorted(read_rows(results / "fields.jsonl"), key=lambda row: row["work"])
 
 
 def verdict(row: Row) -> str:

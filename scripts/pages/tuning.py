@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks.picture import Panel, draw
@@ -33,13 +34,13 @@ def measured(rows: Iterable[Row]) -> str:
     return ", ".join(f"{date} at {commit}" for date, commit in places)
 
 
-def read_runs(work: str) -> list[Row]:
+def read_runs(work: str, results: Path = RESULTS) -> list[Row]:
     """Return the rows of each optimizer's newest search at a work of the benchmark `optimizers`, on one device.
 
     The device is that of the newest row. A search has each learning rate and seed once: a row that comes again begins
     another one.
     """
-    rows = [row for row in read_all(RESULTS / "optimizers.jsonl") if row["work"] == work]
+    rows = [row for row in read_all(results / "optimizers.jsonl") if row["work"] == work]
     searches: dict[str, dict[tuple[int, int], Row]] = {}
     for row in (row for row in rows if row["device"] == rows[-1]["device"]):
         runs = searches.setdefault(row["optimizer"], {})
@@ -50,14 +51,14 @@ def read_runs(work: str) -> list[Row]:
     return [row for runs in searches.values() for row in runs.values()]
 
 
-def read_studies() -> dict[tuple[str, int], dict[str, Row]]:
+def read_studies(results: Path = RESULTS) -> dict[tuple[str, int], dict[str, Row]]:
     """Return (run, seed) -> sampler -> row of the benchmark `tune_search`, of the runs that stored every trial's best.
 
     Older runs are left out: the samplers' settings were chosen on their seeds. Of a sampler and a seed the newest study
     counts.
     """
     studies: dict[tuple[str, int], dict[str, Row]] = {}
-    for row in (row for row in read_all(RESULTS / "tune_search.jsonl") if "bests" in row):
+    for row in (row for row in read_all(results / "tune_search.jsonl") if "bests" in row):
         for (run, seed), study in studies.items():
             if row["sampler"] != "random" and seed == row["seed"] and run != row["run"]:
                 study.pop(row["sampler"], None)
@@ -192,9 +193,9 @@ def _gains(sampler: str, studies: Sequence[Mapping[str, Row]]) -> dict[str, floa
     return {**counts, "gain": mean(gains), "error": error, "errors": mean(gains) / error}
 
 
-def search_rows() -> list[Row]:
+def search_rows(results: Path = RESULTS) -> list[Row]:
     """Return a row for each sampler beside random search: `_gains` over all seeds, with the place of its oldest row."""
-    studies = read_studies()
+    studies = read_studies(results)
     found = []
     for sampler in SAMPLERS[:-1]:
         same = _studies_with(sampler, studies)
@@ -204,14 +205,14 @@ def search_rows() -> list[Row]:
     return found
 
 
-def optimizer_rows() -> list[Row]:
+def optimizer_rows(results: Path = RESULTS) -> list[Row]:
     """Return a row for each optimizer at each work: the means over its seeds, with the place of its newest row.
 
     `steps_ratio` is the number of its steps to AdamW's loss over AdamW's; None where it does not reach that loss.
     """
     found = []
     for work in WORKS.values():
-        runs = read_runs(work)
+        runs = read_runs(work, results)
         for row in summarize(runs):
             newest = [run for run in runs if run["optimizer"] == row["optimizer"]][-1]
             ratio = row["steps_to_loss"] / row["steps"] if row["steps_to_loss"] else None

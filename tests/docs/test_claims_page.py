@@ -6,6 +6,7 @@ import pytest
 
 from scripts.pages import claims
 from scripts.pages.claims import MARK, Claim, ClaimError, Result
+from scripts.pages.rows import RESULTS
 
 ROW = {"commit": "0" * 40, "date": "2026-11-28T00:00:00", "command": "python x.py", "speedup": 2.0, "device": "cpu"}
 
@@ -60,9 +61,9 @@ def test_a_verdict_with_its_evidence_is_taken(claim):
 )
 def test_a_description_that_no_row_fits_is_one_message(change, said):
     described = {"file": "device", "where": {"work": "copy of 2 GiB"}, "show": "{milliseconds}", "code": ["scripts"]}
-    assert claims._results("x", described)
+    assert claims._results("x", described, RESULTS)
     with pytest.raises(ClaimError, match=said):
-        claims._results("x", {**described, **change})
+        claims._results("x", {**described, **change}, RESULTS)
 
 
 @pytest.mark.parametrize(
@@ -93,10 +94,10 @@ def test_a_main_workload_is_shown_with_the_most_gpus_that_have_a_peer(monkeypatc
 
     rows = [*rows_of(2, jaxstack=120.0, torchtitan=100.0), *rows_of(4, jaxstack=90.0)]
     monkeypatch.setattr(claims, "read_all", lambda path: rows)
-    titles = {claim.technique: claim for claim in claims._workloads()}
+    titles = {claim.technique: claim for claim in claims._workloads(RESULTS)}
     assert len(titles) == len(set(claims.performance.WORKS.values()))
     shown = titles["Llama 8B, bfloat16, FSDP"]
     assert (shown.verdict, shown.results[0].shown) == ("met", "1.20 on 2 GPUs")
     rows += rows_of(4, torchtitan=100.0)
-    again = next(claim for claim in claims._workloads() if claim.technique == shown.technique)
+    again = next(claim for claim in claims._workloads(RESULTS) if claim.technique == shown.technique)
     assert (again.verdict, again.results[0].shown) == ("missed", "0.90 on 4 GPUs")

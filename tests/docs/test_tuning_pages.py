@@ -44,7 +44,7 @@ def test_a_sampler_is_compared_with_random_search_over_all_seeds(monkeypatch):
         }
         for seed, (ours, theirs) in losses.items()
     }
-    monkeypatch.setattr(tuning, "read_studies", lambda: studies)
+    monkeypatch.setattr(tuning, "read_studies", lambda results: studies)
     (found,) = search_rows()
     assert (found["sampler"], found["seeds"], found["wins"], found["ties"]) == ("tpe", 3, 2, 1)
     assert found["gain"] == pytest.approx(0.2) and found["date"] == "2026-11-20"
