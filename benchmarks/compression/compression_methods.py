@@ -12,7 +12,8 @@ Parts:
     time    all dense layers of `--preset` with random weights, rounded by GPTQ to 4 bits in groups of 128, calibrated
             on `--sequences` sequences of `--length` random tokens; compilation included
 
-`perplexity_rise` is the perplexity minus that of the uncompressed model. Rows are appended to
+`perplexity_rise` is the perplexity minus that of the uncompressed model, `of_first` that by the rise of the first method
+of the same variant (magnitude pruning, plain rounding). Rows are appended to
 benchmarks/results/compression_methods.jsonl.
 """
 
@@ -167,6 +168,7 @@ def model_rows(
     layers = trainer.module.merge(params, non_params).config.num_layers
     batches = calibration_batches(data, sequences)
     for variant, methods in settings.items():
+        rises: list[float] = []
         for method in methods:
             chosen = method.model_copy(update={"group_size": group_size}) if "int" in variant else method
             began = time.perf_counter()
@@ -174,8 +176,9 @@ def model_rows(
             weights = compress_layers(model, batches, dict.fromkeys(dense_paths(layers), chosen)).weights
             seconds = time.perf_counter() - began
             found = perplexity(replaced(params, weights))
+            rises.append(found - base)
             yield {**common, "variant": variant, "implementation": method.method, "perplexity": found,
-                   "perplexity_rise": found - base, "seconds": seconds}  # fmt: skip
+                   "perplexity_rise": rises[-1], "of_first": rises[-1] / rises[0], "seconds": seconds}  # fmt: skip
 
 
 def calibration_batches(data: Data, sequences: int) -> list[Mapping[str, np.ndarray]]:

@@ -11,7 +11,7 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 SHORT = (
     "train.steps=150", "schedule.warmup_steps=20", "train.eval_every_steps=150", "train.eval_tokens=20000",
     "checkpoint.every_steps=150", "observe.trackers=[jsonl]", "observe.progress=false", "data.held_out_max_bytes=60000",
-    "parallel.data=-1", "train.global_batch_size=8",
+    "parallel.data=-1", "train.global_batch_size=8", "train.sequence_length=64",
 )  # fmt: skip
 
 
