@@ -12,9 +12,8 @@ Parts:
     time    all dense layers of `--preset` with random weights, rounded by GPTQ to 4 bits in groups of 128, calibrated
             on `--sequences` sequences of `--length` random tokens; compilation included
 
-`perplexity_rise` is the perplexity minus that of the uncompressed model, `of_first` that by the rise of the first method
-of the same variant (magnitude pruning, plain rounding). Rows are appended to
-benchmarks/results/compression_methods.jsonl.
+`perplexity_rise` is the perplexity minus that of the uncompressed model, `of_first` this by the rise of the variant's
+first method (magnitude pruning, plain rounding). Rows are appended to benchmarks/results/compression_methods.jsonl.
 """
 
 import argparse
