@@ -8,6 +8,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NoReturn, TextIO, cast
 
 from jaxstack.errors import JaxstackError, memory_shortage, nearest
@@ -160,8 +161,20 @@ def run_command(name: str, body: Callable[[], int | None], lower: str = "the siz
 
     Returns:
       0 for success, 2 for a configuration or usage error, 1 for a failure, 129 for SIGHUP, 130 for Ctrl-C, 143 for
-      SIGTERM. An unexpected failure keeps its traceback: it is a bug in jaxstack to be reported.
+      SIGTERM. An unexpected failure keeps its traceback: it is a bug in jaxstack to be reported. One of several
+      processes that has failed does not return, but ends the process: the others may wait for it.
     """
+    code = _exit_code(name, body, lower)
+    coordination = _coordination()
+    return code if coordination is None else coordination.exit_at_once_on_failure(code)
+
+
+def _coordination() -> ModuleType | None:
+    """Return the module of jobs of several processes if this command has imported it, which takes seconds."""
+    return sys.modules.get("jaxstack.distributed.coordination")
+
+
+def _exit_code(name: str, body: Callable[[], int | None], lower: str) -> int:
     try:
         with beating():
             return body() or 0
@@ -188,6 +201,10 @@ def run_command(name: str, body: Callable[[], int | None], lower: str = "the siz
         print(f"{name}: {error.strerror}{place}: correct this, then run the same command again", file=sys.stderr)
         return 1
     except Exception as error:
+        coordination = _coordination()
+        if coordination is not None and (lost := coordination.as_lost_peer(error)) is not None:
+            print(f"{name}: {lost}", file=sys.stderr)
+            return lost.exit_code
         if (shortage := memory_shortage(error)) is not None:
             print(f"{name}: {shortage}. Lower {lower}.", file=sys.stderr)
             return 1

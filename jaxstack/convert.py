@@ -17,7 +17,9 @@ def make_parser() -> CommandParser:
         "directory into a Hugging Face checkpoint.",
     )
     parser.add_argument("source", metavar="SOURCE", help="directory of a Hugging Face checkpoint, or run directory")
-    parser.add_argument("--output", metavar="DIR", required=True, help="directory to write; must not hold a checkpoint")
+    parser.add_argument(
+        "--output", metavar="DIR", required=True, help="directory to write; must not exist, or be empty"
+    )
     parser.add_argument(
         "--ignore-key", metavar="KEY", action="append", default=[], help="unknown key of config.json to ignore"
     )

@@ -46,9 +46,15 @@ def memory_shortage(error: BaseException) -> str | None:
         count = _size(float(size)) if unit.lower() in ("b", "bytes") else f"{size} {unit}"
         parts.append(f"{count} could not be allocated")
     jax = sys.modules.get("jax")
-    statistics = {} if jax is None else jax.local_devices()[0].memory_stats() or {}
-    if limit := statistics.get("bytes_limit"):
-        parts.append(f"{_size(limit - statistics.get('bytes_in_use', 0))} of {_size(limit)} are free")
+    free = []
+    for device in () if jax is None else jax.local_devices():
+        statistics = device.memory_stats() or {}
+        if limit := statistics.get("bytes_limit"):
+            free.append((limit - statistics.get("bytes_in_use", 0), limit, device.id))
+    if free:
+        least, limit, number = min(free)  # XLA does not say which device it was
+        place = f" on device {number}" if len(free) > 1 else ""
+        parts.append(f"{_size(least)} of {_size(limit)} are free{place}")
     elif wanted is None:
         parts.append(text.splitlines()[0])
     return ": ".join([parts[0], ", ".join(parts[1:])])

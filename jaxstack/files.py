@@ -90,42 +90,59 @@ def new_directory(folder: Path) -> Iterator[Path]:
     """Create a directory completely or not at all: the `with` block fills a temporary one, which is renamed at its end.
 
     The temporary directory is created first, so that a location without write permission fails before the work; it is
-    removed if the block raises.
+    removed if the block raises. What a process that was killed has left in it is removed by the next one, so that a
+    command that is started again, as by the launcher, finds room and no half directory.
 
     Args:
-      folder: the directory to create; must not exist. Missing parents are created.
+      folder: the directory to create; must not exist, or be empty. Missing parents are created.
 
     Yields:
-      The temporary directory, empty: `.NAME.PID.tmp/NAME` next to `folder`.
+      The temporary directory, empty: `.NAME.tmp/NAME` next to `folder`.
 
     Raises:
       ConfigError: it exists, or cannot be written to.
-      JaxstackError: the disk is full.
+      JaxstackError: the disk is full, or another process is writing to it.
     """
-    exists = ConfigError(f"{folder} exists already; give another directory, or remove it.")
-    if os.path.lexists(folder):
-        raise exists
-    # The process id keeps two commands apart that write to the same place.
-    hidden = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    check_new(folder)
+    hidden = folder.with_name(f".{folder.name}.tmp")
     staging = hidden / folder.name
     try:
-        staging.mkdir(parents=True)
+        hidden.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from None
     try:
-        yield staging
-        os.rename(staging, folder)
-        sync_directory(folder.parent)
+        with exclusive(hidden / ".lock"):
+            try:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir()
+                yield staging
+                os.rename(staging, folder)
+                sync_directory(folder.parent)
+            finally:
+                shutil.rmtree(hidden, ignore_errors=True)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and error.filename2 is not None:
-            raise exists from None
+            raise _exists(folder) from None
         if str(error.filename).startswith(str(hidden)):
             raise cannot_write(folder, error) from None
         raise
     except JaxstackError as error:  # name the directory that was asked for
-        raise type(error)(str(error).replace(str(staging), str(folder))) from None
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+        text = str(error).replace(str(staging), str(folder)).replace(str(hidden), str(folder))
+        raise type(error)(text) from None
+
+
+def check_new(folder: Path) -> None:
+    """Check that `new_directory` can create a directory: nothing is there, or an empty directory.
+
+    Raises:
+      ConfigError: it exists.
+    """
+    if os.path.lexists(folder) and not (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())):
+        raise _exists(folder)
+
+
+def _exists(folder: Path) -> ConfigError:
+    return ConfigError(f"{folder} exists already; give another directory, or remove it.")
 
 
 class LockHeld(Exception):

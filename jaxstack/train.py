@@ -77,10 +77,7 @@ def run_training_command(
     """
     arguments = fill_option_from_overrides(parser, parser.parse_intermixed_args(argv), "config", lambda word: True)
     with tolerate_broken_pipe(parser.prog), ExitOnSignal(parser.prog):
-        code = _run(arguments, parser.prog, load)
-        # Imported only by a run that has several processes or uses devices; --help and usage errors stay quick.
-        coordination = sys.modules.get("jaxstack.distributed.coordination")
-        return coordination.exit_at_once_on_failure(code) if coordination is not None else code
+        return _run(arguments, parser.prog, load)
 
 
 def _check_place(file: Path, config: "RunConfig", overrides: Sequence[str]) -> None:
@@ -115,13 +112,7 @@ def _run(args: argparse.Namespace, name: str, load: Callable[[], Callable[["RunC
         if args.print_config:
             print(dump_yaml(config), end="")
             return
-        from jaxstack.distributed.coordination import as_lost_peer
-
-        train = load()
-        try:
-            train(config)
-        except RuntimeError as error:
-            raise as_lost_peer(error) or error from None
+        load()(config)
 
     return run_command(name, body, _LESS_MEMORY)
 

@@ -3,10 +3,14 @@
 import errno
 import io
 import resource
+import sys
+from typing import NamedTuple
 
+import jax
 import pytest
 
 from jaxstack.cli import BrokenPipeTolerantOutput, run_command
+from jaxstack.errors import JaxstackError, memory_shortage
 from jaxstack.files import write_file
 
 
@@ -83,6 +87,53 @@ def test_too_little_device_memory_is_told_with_its_size_and_the_ways_out(text, s
     assert run_command("jaxstack serve", body, "engine.slots") == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and said in lines[0] and lines[0].endswith("Lower engine.slots.")
+
+
+class Device(NamedTuple):
+    """A GPU of this process with the given bytes in use of 8 GiB."""
+
+    id: int
+    used: int
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": 2**33, "bytes_in_use": self.used}
+
+
+def test_the_device_with_the_least_memory_is_named(monkeypatch):
+    """XLA does not say which of a process's devices it was; the first one may have room."""
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(0, 2**30), Device(1, 2**33 - 2**20), Device(2, 0)])
+    said = memory_shortage(Error("RESOURCE_EXHAUSTED: Out of memory allocating 5242880 bytes."))
+    assert said is not None and said.endswith("could not be allocated, 1.0 MiB of 8.00 GiB are free on device 1")
+
+
+class Job:
+    """Stands for the module of jobs of several processes."""
+
+    def __init__(self):
+        self.exited: list[int] = []
+
+    def as_lost_peer(self, error: Exception) -> JaxstackError | None:
+        return JaxstackError("lost another process of the run: it") if "gloo" in str(error) else None
+
+    def exit_at_once_on_failure(self, code: int) -> int:
+        self.exited.append(code)
+        return code
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("gloo: gone", "lost another process of the run"), ("RESOURCE_EXHAUSTED", "")]
+)
+def test_every_command_of_several_processes_exits_at_once_where_one_fails(text, said, capsys, monkeypatch):
+    """At a normal exit jax would wait for the others, which wait for this one in a collective."""
+    job = Job()
+    monkeypatch.setitem(sys.modules, "jaxstack.distributed.coordination", job)
+
+    def body() -> None:
+        raise Error(text)
+
+    assert run_command("jaxstack evaluate", body) == 1 and job.exited == [1]
+    shown = capsys.readouterr().err
+    assert said in shown and "Traceback" not in shown
 
 
 def test_too_little_shared_memory_is_an_error_of_a_kernel(capsys):

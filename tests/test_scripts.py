@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,12 @@ from scripts.pages import reliability
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_sbatch(folder: Path, code: int, restarts: int = 0, **more: str) -> tuple[int, list[str], str]:
+TRAINING = ("configs/quickstart.yaml", "train.steps=5")
+
+
+def run_sbatch(
+    folder: Path, code: int, restarts: int = 0, arguments: Sequence[str] = TRAINING, **more: str
+) -> tuple[int, list[str], str]:
     """The batch script, with an `srun` that ends with `code`: its own code, srun's words, and what was queued again."""
     tools = folder / "bin"
     log = folder / "log"
@@ -33,7 +39,7 @@ def run_sbatch(folder: Path, code: int, restarts: int = 0, **more: str) -> tuple
         "SLURM_RESTART_COUNT": str(restarts), "SLURM_JOB_NUM_NODES": "4", **more,
     }  # fmt: skip
     done = subprocess.run(
-        ["bash", "scripts/slurm.sbatch", "configs/quickstart.yaml", "train.steps=5"],
+        ["bash", "scripts/slurm.sbatch", *arguments],
         cwd=ROOT,
         env=variables,
         timeout=60,
@@ -52,11 +58,26 @@ def test_slurm_queues_again_what_can_go_on(tmp_path, code, restarts, again):
     assert found == code and (queued == "requeue 77\n") == again
     launch = words[words.index("jaxstack.launch") + 1 :]
     args = make_parser().parse_args(launch)
-    assert "--kill-on-bad-exit=1" in words and args.nodes is None
+    assert {"--kill-on-bad-exit=1", "--wait=0"} <= set(words) and args.nodes is None
     assert args.tls and args.tls_peer_prefix == "spiffe://jaxstack/job-77/"
     assert args.command[:3] == ["python", "-m", "jaxstack.train"]
     train = make_train_parser().parse_intermixed_args(args.command[3:])
     assert (train.config, train.overrides) == ("configs/quickstart.yaml", ["train.steps=5"])
+
+
+def test_slurm_starts_other_commands(tmp_path):
+    """One node may be done long before another: srun must not end the others then."""
+    _, words, _ = run_sbatch(tmp_path, 0, arguments=["tune", "--config", "c.yaml", "--study", "s.yaml"])
+    assert words[words.index("--") + 1 :] == [
+        "python",
+        "-m",
+        "jaxstack.tune",
+        "--config",
+        "c.yaml",
+        "--study",
+        "s.yaml",
+    ]
+    assert "--wait=0" in words
 
 
 def test_slurm_leaves_the_other_nodes_alone_where_their_number_may_change(tmp_path, monkeypatch):

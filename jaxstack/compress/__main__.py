@@ -34,7 +34,9 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--recipe", metavar="NAME|FILE", required=True, help="recipe by name (such as int8) or YAML file"
     )
-    parser.add_argument("--out", metavar="DIR", help="directory to write; must not exist (default: RUN-RECIPE)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="directory to write; must not exist, or be empty (default: RUN-RECIPE)"
+    )
     parser.add_argument(
         "--from-disk",
         action="store_true",

@@ -82,13 +82,13 @@ def host_memory() -> int | None:
 
 
 def memory_per_device() -> int | None:
-    """Return the bytes that XLA may allocate on each local device, or None if unknown.
+    """Return the bytes that XLA may allocate on each local device, of the one with the least; None if unknown.
 
     The CPU devices of a process share the host's memory.
     """
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if limit:
-        return int(limit)
+    limits = [int((device.memory_stats() or {}).get("bytes_limit") or 0) for device in jax.local_devices()]
+    if all(limits):
+        return min(limits)
     memory = host_memory() if jax.local_devices()[0].platform == "cpu" else None
     return None if memory is None else memory // jax.local_device_count()
 

@@ -1,16 +1,14 @@
 """The command `python -m jaxstack.export --run DIR --to TARGET --out DIR`: export a model to other programs."""
 
 import argparse
-import contextlib
-import os
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.distributed.cluster import on_first_process
-from jaxstack.errors import ConfigError, cannot_write, nearest
+from jaxstack.errors import ConfigError, nearest
+from jaxstack.files import check_new, new_directory
 from jaxstack.heartbeat import doing
 
 _MOST_CONTEXT = 2**24
@@ -78,7 +76,7 @@ def _export(args: argparse.Namespace) -> None:
         source = load_source(args.run, step=args.step, dtype=dtype, context=args.context, report=_warn)
     if problem := target.problem(source):
         raise ConfigError(f"--to {args.to} cannot hold this model: {problem}.")
-    with _new_folder(Path(args.out)) as folder, doing(f"writing {args.to}"):
+    with new_directory(Path(args.out)) as folder, doing(f"writing {args.to}"):
         how_to_run = target.write(source, folder)
     size = sum(path.stat().st_size for path in Path(args.out).rglob("*") if path.is_file())
     print(f"{args.out}: {args.to}, {size / 1e6:,.1f} MB; next: {how_to_run.format(folder=args.out)}", flush=True)
@@ -103,23 +101,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--serve shows the page of --to web; {args.to} has none.")
     if args.serve is not None and not 0 <= args.serve < 2**16:
         raise ConfigError(f"--serve must be a port below 65536; found {args.serve}.")
-    out = Path(args.out)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"--out: {out} exists already; give another directory, or remove it.")
-
-
-@contextlib.contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary folder, renamed to `path` on success and removed after an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.replace(path)
-    except OSError as error:
-        raise cannot_write(path, error) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    check_new(Path(args.out))
 
 
 def _warn(text: str) -> None:

@@ -110,6 +110,7 @@ def make_job(args: argparse.Namespace) -> Job:
     job = Job(command, args.processes, nodes, limits, restarts, args.grace_seconds)
     if args.rendezvous is None or args.preflight:
         return job
+    _check_together(command)
     return dataclasses.replace(job, fewest_nodes=fewest, rendezvous=Path(args.rendezvous).expanduser().absolute())
 
 
@@ -161,6 +162,24 @@ def _seconds(text: str) -> float:
     if not number > 0:  # nan must be refused too
         raise argparse.ArgumentTypeError("must be more than 0")
     return number
+
+
+_APART = ("convert", "compress", "export", "prepare", "plan", "tune", "serve")
+"""Commands whose processes do not compute together."""
+
+
+def _check_together(command: Sequence[str]) -> None:
+    """Check that the processes of all nodes end together, as those of a run whose nodes may change have to.
+
+    If one node has nothing left to do, the others would take that for the end of the run.
+    """
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        name = following if os.path.basename(word) == "jaxstack" else word.removeprefix("jaxstack.")
+        if name in _APART and name != word:
+            raise ConfigError(
+                f"--nodes MIN:MAX is for commands whose nodes compute together (train, reinforce, evaluate, generate), "
+                f"which {name} does not; give --nodes N, so that a lost node leaves the others alone."
+            )
 
 
 _PACKAGE = Path(__file__).resolve().parents[1]

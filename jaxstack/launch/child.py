@@ -197,11 +197,24 @@ class Limits:
 
         A process that has written no record has none: it may be a server, which waits for requests.
         """
-        if record.phase in ("train", "evaluate", "check") or suspended:
+        if suspended or _limit_of(record.phase) == "step":
             return self.step if record.step_limit is None else record.step_limit
         if record.phase == "other":
             return math.inf
-        return self.save if record.phase in ("save", "end") else self.start
+        return self.save if _limit_of(record.phase) == "save" else self.start
+
+
+def _limit_of(phase: str) -> str:
+    """Return the field of `Limits` for a phase."""
+    if phase in ("train", "evaluate", "check"):
+        return "step"
+    return "save" if phase in ("save", "end") else "start"
+
+
+def name_limit(record: Record) -> str:
+    """Return the setting that is the timeout for the phase that a process is in."""
+    limit = _limit_of(record.phase)
+    return "resilience.step_seconds" if limit == "step" and record.step_limit is not None else f"--{limit}-seconds"
 
 
 def find_stuck(

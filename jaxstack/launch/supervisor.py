@@ -27,7 +27,7 @@ from jaxstack.distributed.cluster import (
 )
 from jaxstack.errors import ConfigError
 from jaxstack.launch import cleanup
-from jaxstack.launch.child import Child, Limits, adopt_orphans, end_all, find_straggler, find_stuck
+from jaxstack.launch.child import Child, Limits, adopt_orphans, end_all, find_straggler, find_stuck, name_limit
 from jaxstack.launch.cleanup import CleanupProcess
 from jaxstack.launch.rendezvous import Change, Rendezvous
 from jaxstack.observe.number_format import plural
@@ -325,12 +325,17 @@ class Supervisor:
 
     def _stuck(self, rank: int, records: dict[int, Record], running: Sequence[Child]) -> str:
         record = records[rank]
-        limit = self.job.limits.timeout_of(record, any(child.rank == rank and child.is_stopped() for child in running))
+        suspended = any(child.rank == rank and child.is_stopped() for child in running)
+        limits = self.job.limits
+        # Without a record it has not come as far as the others, see `find_stuck`.
+        never_began = record.phase == "other" and not suspended
+        limit = limits.start if never_began else limits.timeout_of(record, suspended)
         reason = (
             f"rank {rank} gave no sign of life for {time.monotonic() - record.at:.0f} s in phase {record.phase!r} "
             f"at step {record.step} (limit {limit:.0f} s)"
         )
-        say(f"{reason}; stacks of all processes of this node follow")
+        longer = "" if suspended else f"; if it only needs longer, raise {name_limit(record)}"
+        say(f"{reason}; stacks of all processes of this node follow{longer}")
         for child in sorted(running, key=lambda child: child.rank != rank):
             say(f"stacks of rank {child.rank} (process {child.pid}):\n{child.stacks()}")
         return reason

@@ -5,6 +5,7 @@ Imports no jax, so that it is active from the first line of a command on.
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import threading
@@ -33,6 +34,18 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
+@functools.cache
+def _stacks_file() -> int:
+    """Return the file in which the supervisor reads the stacks of this process, or standard error."""
+    stacks = os.environ.get(STACKS)
+    return os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if stacks else 2
+
+
+def print_stacks_on_signal() -> None:
+    """Let SIGUSR1 write the stacks of all threads, to standard error or to the file that the supervisor asked for."""
+    faulthandler.register(signal.SIGUSR1, file=_stacks_file(), all_threads=True)
+
+
 class ExitOnSignal:
     """Context manager in which SIGTERM, SIGINT or SIGHUP ends the process at once, without saving a checkpoint.
 
@@ -53,9 +66,7 @@ class ExitOnSignal:
 
     def __enter__(self) -> "ExitOnSignal":
         ProgressFile.of_this_process().note()  # from here on silence counts
-        stacks = os.environ.get(STACKS)
-        self._stacks = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if stacks else 2
-        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        print_stacks_on_signal()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._handler = lambda signum, frame: None
@@ -70,8 +81,6 @@ class ExitOnSignal:
             signal.signal(signum, handler)
         os.close(self._write)
         faulthandler.unregister(signal.SIGUSR1)
-        if self._stacks != 2:
-            os.close(self._stacks)
 
     def _watch(self) -> None:
         while received := os.read(self._read, 1):

@@ -185,7 +185,7 @@ def main() -> int:
         with ExitOnSignal("jaxstack launch --preflight"):
             check()
 
-    return coordination.exit_at_once_on_failure(run_command("jaxstack launch --preflight", body))
+    return run_command("jaxstack launch --preflight", body)
 
 
 if __name__ == "__main__":

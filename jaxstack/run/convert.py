@@ -17,7 +17,7 @@ from jaxstack.data.chat_format import ChatFormat
 from jaxstack.data.tokenizer import CONFIG_FILE as TOKENIZER_FILE
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, nearest
-from jaxstack.files import write_file, writing_to
+from jaxstack.files import check_new, new_directory, write_file
 from jaxstack.models import ModelConfig, Transformer, count_parameters, from_huggingface
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import read_parameters
@@ -82,33 +82,36 @@ def import_checkpoint(
 
     Args:
       source: directory of the Hugging Face checkpoint.
-      output: run directory to write.
+      output: run directory to write; must not exist, or be empty. It appears when it is complete.
       ignore: keys of config.json that are unknown and do not change the computation.
       warn: called with each warning.
 
     Raises:
-      ConfigError: `output` is a run directory already, or the checkpoint is of a kind that cannot be expressed; see
+      ConfigError: `output` exists already, or the checkpoint is of a kind that cannot be expressed; see
         `jaxstack.models.from_huggingface`.
+      JaxstackError: writing failed.
     """
     output = Path(output)
     stored = HuggingFaceCheckpoint(Path(source), warn)
-    if (output / "config.yaml").exists() or (output / "checkpoints").exists():
-        raise ConfigError(f"{output} is a run directory already; give another one.")
+    check_new(output)
     model = read_model_config(source, ignore)
     if stored.packed:
         model = model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
     tokenizer = stored.tokenizer if stored.has_tokenizer else None
     config = converted_config(output, model, tokenizer)
     write = _import_packed if stored.packed else _import_plain
-    write(stored.directory, output, model, ignore, warn)
-    if tokenizer is not None:
-        tokenizer.save(output / "tokenizer")
-        if tokenizer.vocab_size > (model.vocab_size or 0):
-            warn(f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocabulary only {model.vocab_size}")
-    else:
-        warn(f"{source} has no tokenizer.json: add one at {output}/tokenizer to generate and evaluate text")
-    copy_stop_tokens(stored, output)
-    write_file(output / "config.yaml", dump_yaml(config).encode())
+    with new_directory(output) as folder:
+        write(stored.directory, folder, model, ignore, warn)
+        if tokenizer is not None:
+            tokenizer.save(folder / "tokenizer")
+            if tokenizer.vocab_size > (model.vocab_size or 0):
+                warn(
+                    f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocabulary only {model.vocab_size}"
+                )
+        else:
+            warn(f"{source} has no tokenizer.json: add one at {output}/tokenizer to generate and evaluate text")
+        copy_stop_tokens(stored, folder)
+        write_file(folder / "config.yaml", dump_yaml(config).encode())
     return ImportedRun(output, count_parameters(model).total, config)
 
 
@@ -132,8 +135,7 @@ def _import_packed(
     shardings = jax.tree.map(rules.sharding, specs)
     params = read_parameters(source, model, shardings, ignore, packed=True, report=warn)
     leaves = {path: _smallest(leaf) for path, leaf in named_leaves(params).items()}
-    with writing_to(output):
-        write_compressed(output, nest(leaves.items()), 0)
+    write_compressed(output, nest(leaves.items()), 0)
 
 
 def _smallest(leaf: PackedWeight | jax.Array) -> PackedWeight | jax.Array:
@@ -161,7 +163,7 @@ def export_checkpoint(
 
     Args:
       source: run directory.
-      output: directory to write.
+      output: directory to write; must not exist, or be empty. It appears when it is complete.
       step: step of the run's checkpoint; default: the newest.
       dtype: dtype of the files: float32, bfloat16 or float16.
       format: `dense`, or a format of `quantization_config.FORMATS` for the packed weights of dense layers and experts
@@ -171,7 +173,7 @@ def export_checkpoint(
       warn: called with each warning.
 
     Raises:
-      ConfigError: no family can express the model, or `output` holds a checkpoint already; the format stores none of
+      ConfigError: no family can express the model, or `output` exists already; the format stores none of
         the model's weights.
       JaxstackError: the checkpoint is damaged, or writing failed.
     """
@@ -181,24 +183,28 @@ def export_checkpoint(
     packed = None if format == DENSE else format
     config = read_run_config(source)
     stored = StoredModel.open(source, warn)
+    check_new(output)
     chosen = stored.choose_step(step)
     read = _dense_reader(stored, step, packed, warn)
     tokenizer = stored.tokenizer if stored.has_tokenizer else None
     ids = {} if tokenizer is None else _special_token_ids(tokenizer)
     head = stored.read_reward_head(step) if isinstance(stored, TrainingRun) and stored.is_reward_model else None
-    family = write_checkpoint(read, config.model, output, model_type, dtype, max_shard_bytes, ids, packed, warn, head)
-    copy_stop_tokens(stored, output)
-    if tokenizer is not None and (tokenizer_json := tokenizer.tokenizer_json()) is not None:
-        write_file(output / "tokenizer.json", tokenizer_json.encode())
-        write_file(output / CHAT_CONFIG, (tokenizer.chat or ChatFormat()).as_json().encode())
-    elif tokenizer is not None:
-        tokenizer.save(output)
-        warn(
-            f"a {tokenizer.kind} tokenizer has no tokenizer.json: {output}/{TOKENIZER_FILE} describes it, which "
-            "jaxstack reads and transformers does not"
+    with new_directory(output) as folder:
+        family = write_checkpoint(
+            read, config.model, folder, model_type, dtype, max_shard_bytes, ids, packed, warn, head
         )
-    else:
-        warn(f"{source} has no tokenizer: {output} is written without one")
+        copy_stop_tokens(stored, folder)
+        if tokenizer is not None and (tokenizer_json := tokenizer.tokenizer_json()) is not None:
+            write_file(folder / "tokenizer.json", tokenizer_json.encode())
+            write_file(folder / CHAT_CONFIG, (tokenizer.chat or ChatFormat()).as_json().encode())
+        elif tokenizer is not None:
+            tokenizer.save(folder)
+            warn(
+                f"a {tokenizer.kind} tokenizer has no tokenizer.json: {output}/{TOKENIZER_FILE} describes it, which "
+                "jaxstack reads and transformers does not"
+            )
+        else:
+            warn(f"{source} has no tokenizer: {output} is written without one")
     return ExportedCheckpoint(output, family, dtype, chosen)
 
 

@@ -1,10 +1,13 @@
 """Joins the processes of a job, for commands that compute with the devices of all of them."""
 
+import os
+
 from jaxstack.distributed.cluster import find_place
 from jaxstack.distributed.coordination import connect
 from jaxstack.resilience.config import ResilienceConfig
+from jaxstack.resilience.exit_on_signal import print_stacks_on_signal
 from jaxstack.resilience.preflight import check_program
-from jaxstack.resilience.progress_file import ProgressFile
+from jaxstack.resilience.progress_file import STACKS, ProgressFile
 
 
 def join_job(settings: str, limits: ResilienceConfig | None = None) -> list[str]:
@@ -23,6 +26,8 @@ def join_job(settings: str, limits: ResilienceConfig | None = None) -> list[str]
       ConfigError: the processes differ, or the coordinator would be open to other machines.
       JaxstackError: the processes do not find one another in time.
     """
+    if STACKS in os.environ:
+        print_stacks_on_signal()
     ProgressFile.of_this_process().note()  # a launcher counts how long processes are silent that wait for one another
     place = find_place()
     limits = limits or ResilienceConfig()

@@ -315,8 +315,9 @@ class Search:
         self._say(f"trial {number}: {shown}{reason} ({describe_values(self.study.space.used(values))}){mark}")
         self._drop_checkpoints(number, before, best)
         self._update_report()
-        failed = [record for record in records if record.state in ("failed", "configuration")]
-        if best is None and len(failed) >= _FAILURES_IN_A_ROW and len(failed) == len(records) - len(self._running):
+        ended = [record for record in records if record.state != "running"]  # on this host and others
+        failed = [record for record in ended if record.state in ("failed", "configuration")]
+        if best is None and len(failed) >= _FAILURES_IN_A_ROW and len(failed) == len(ended):
             raise JaxstackError(
                 f"all of the first {len(failed)} trials failed; the last one: {failed[-1].reason}. See "
                 f"{self._directory_of(failed[-1].number) / LOG}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxstack.launch.child import Limits, arrange_stacks, find_straggler, find_stuck
+from jaxstack.launch.child import Limits, arrange_stacks, find_straggler, find_stuck, name_limit
 from jaxstack.launch.supervisor import RestartBudget
 from jaxstack.resilience.progress_file import Record
 
@@ -23,6 +23,7 @@ def test_each_phase_has_its_limit():
         record = {0: Record(phase, at=1000.0)}
         assert find_stuck(record, LIMITS, 1000.0 + limit - 1) is None
         assert find_stuck(record, LIMITS, 1000.0 + limit + 1) == 0
+        assert name_limit(record[0]) == {10: "--step-seconds", 50: "--save-seconds", 100: "--start-seconds"}[limit]
 
 
 def test_a_process_without_a_record_may_be_silent_but_not_suspended():
@@ -40,6 +41,7 @@ def test_a_rank_that_never_begins_is_named_before_those_that_wait_for_it():
 def test_a_run_sets_the_limit_of_its_steps():
     record = {0: Record("train", at=1000.0, step_limit=30.0)}
     assert find_stuck(record, LIMITS, 1029.0) is None and find_stuck(record, LIMITS, 1031.0) == 0
+    assert name_limit(record[0]) == "resilience.step_seconds"
     compiling = {0: Record("compile", at=1000.0, step_limit=30.0)}
     assert find_stuck(compiling, LIMITS, 1031.0, suspended={0: lambda: True}) == 0
     assert find_stuck(compiling, LIMITS, 1031.0, suspended={0: lambda: False}) is None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxstack.distributed.cluster import Nodes
-from jaxstack.launch.__main__ import main
+from jaxstack.launch.__main__ import _check_together, main
 from jaxstack.launch.rendezvous import Notice, Plan, Rendezvous, newest_plan, propose
 from jaxstack.launch.supervisor import free_port
 
@@ -174,3 +174,22 @@ def _child_of(pid: int) -> int:
 def test_wrong_use_ends_with_one_message(options, said, capsys):
     assert main([*options, "--", "true"]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["python", "-m", "jaxstack.convert"], ["bin/jaxstack", "tune"]])
+def test_nodes_of_a_command_that_does_not_compute_on_all_together_cannot_change(command, tmp_path, capsys):
+    """A node that has nothing to do ends with 0: the first, if it failed then, would take the work for done."""
+    options = [
+        "--nodes",
+        "1:2",
+        "--node-rank",
+        "0",
+        "--coordinator",
+        "127.0.0.1:1",
+        "--rendezvous",
+        str(tmp_path / "m"),
+    ]
+    assert main([*options, "--", *command, "x"]) == 2
+    said = capsys.readouterr().err
+    assert f"which {command[-1].removeprefix('jaxstack.')} does not; give --nodes N" in said and said.count("\n") == 1
+    _check_together(["python", "-m", "jaxstack.train", "--config", "serve"])

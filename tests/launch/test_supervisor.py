@@ -192,6 +192,20 @@ def test_only_the_silence_of_a_process_that_keeps_a_record_counts(keeps_a_record
 
 
 @pytest.mark.longer
+def test_a_rank_that_never_begins_is_told_with_the_limit_of_a_start():
+    program = (
+        f"import os, time; os.environ['JAX_PROCESS_ID'] == '1' and time.sleep(60); {WRITE}p.note(); time.sleep(60)"
+    )
+    process = launch("--processes", "2", "--start-seconds", "2", "--max-restarts", "0", program=program)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "rank 1 gave no sign of life for" in out, out
+    assert (
+        "(limit 2 s); stacks of all processes of this node follow; if it only needs longer, raise --start-seconds"
+        in out
+    )
+
+
+@pytest.mark.longer
 @pytest.mark.parametrize("context", ["ExitOnSignal('train').__enter__()", "join_job('')"])
 def test_training_and_what_joins_a_job_keep_a_record_from_their_begin_on(context):
     imports = "from jaxstack.resilience.exit_on_signal import ExitOnSignal; from jaxstack.run.join import join_job; "

@@ -1,6 +1,7 @@
-"""`jaxstack.train` with a fault of rank FAULT_RANK in its first start, named by FAULT; see `FAULTS`."""
+"""`jaxstack.train`, or FAULT_COMMAND, with a fault of rank FAULT_RANK in its first start; `FAULTS` has some of them."""
 
 import ctypes
+import importlib
 import os
 import resource
 import sys
@@ -12,7 +13,6 @@ import jax
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.evaluation import Evaluator
-from jaxstack.train import main
 from jaxstack.trainer import Trainer
 
 _steps = 0
@@ -50,7 +50,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "memory": _run_out_of_memory,
     "device": _wait_on_a_device,
 }
-"""Fault -> what happens in place of step FAULT_STEP; `_install` has those elsewhere."""
+"""FAULT -> what happens in place of step FAULT_STEP; `_install` has those elsewhere."""
 
 
 def _is_mine() -> bool:
@@ -103,11 +103,11 @@ def _step_on_nan(self: Trainer, batch: Any) -> Any:
     return metrics
 
 
-def _stuck_evaluation(self: Evaluator, params: Any, non_params: Any, limit: Any, stop: Any) -> Any:
+def _faulty_evaluation(self: Evaluator, params: Any, non_params: Any, limit: Any, stop: Any) -> Any:
     def after_batch() -> bool:
         stopped = stop()
         if _is_mine():
-            _sleep()
+            FAULTS["memory" if os.environ["FAULT"] == "evaluation-memory" else "sleep"]()
         return stopped
 
     return _stream(self, params, non_params, limit, after_batch)
@@ -122,11 +122,11 @@ def _install(fault: str) -> None:
         CheckpointManager.save = _save_on_a_full_disk
     elif fault == "nan":
         Trainer.train_step = _step_on_nan
-    elif fault == "evaluation":
-        Evaluator.run = _stuck_evaluation
+    elif fault in ("evaluation", "evaluation-memory"):
+        Evaluator.run = _faulty_evaluation
 
 
 _install(os.environ["FAULT"])
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(importlib.import_module(os.environ.get("FAULT_COMMAND", "jaxstack.train")).main())

@@ -1,5 +1,6 @@
 """Row 12 and row 2: ranks that hang, and ranks that die."""
 
+import json
 import os
 import random
 import re
@@ -87,6 +88,35 @@ def test_a_rank_that_alone_lacks_memory_ends_all_and_is_named(runs: Runs, record
     code, said = finish(launcher)
     assert code == 0 and "resuming from step 4" in said and sorted(runs.losses(name)) == list(range(1, 13)), said
     record(12, "a rank that alone lacks memory", f"named, all ended and started again within {seconds:.0f} s")
+
+
+@pytest.mark.parametrize("fault", ["evaluation", "evaluation-memory"])
+def test_a_rank_of_the_command_evaluate_that_hangs_or_lacks_memory_ends_all(runs: Runs, fault, record):
+    """As one of a run: the others wait for it in a collective, and at the exit of a process that has failed."""
+    name = f"evaluated-{fault}"
+    code, said = finish(runs.start(runs.train(name, "train.steps=2", *QUICK)))
+    assert code == 0, said
+    command = ["--run", str(runs.folder / name), "--json"]
+    code, alone = finish(runs.start([sys.executable, "-m", "jaxstack.evaluate", *command]))
+    began = time.monotonic()
+    launcher = runs.launch(
+        ["--processes", "2", "--start-seconds", str(LIMIT)], [*FAULTY, *command],
+        FAULT=fault, FAULT_RANK="1", FAULT_COMMAND="jaxstack.evaluate",
+    )  # fmt: skip
+    said = "".join(read_until(launcher, "starting again"))
+    seconds = time.monotonic() - began
+    if fault == "evaluation":
+        assert re.search(r"rank 1 gave no sign of life for \d+ s in phase 'start'", said), said
+        assert re.search(r'faulty_train.py", line \d+ in _sleep', said), said
+    else:
+        assert re.search(r"\[1\] jaxstack evaluate: out of device memory: 8.00 GiB could not be allocated", said)
+        assert "rank 1 exited with 1" in said and seconds < 2 * LIMIT
+    code, said = finish(launcher)
+    assert code == 0 and said.count("eval_loss") == 1, said
+    losses = [json.loads(text[text.index("{") : text.index("}") + 1])["eval_loss"] for text in (alone, said)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    what = "asleep" if fault == "evaluation" else "that alone lacks memory"
+    record(12, f"a rank {what} in the command evaluate", f"all ended and started again after {seconds:.0f} s")
 
 
 def test_stacks_say_where(runs: Runs, full):

@@ -122,8 +122,8 @@ def exits_with_2(main, arguments: list[str], capsys) -> str:
 def test_wrong_sources_and_outputs_are_named(source, converted, tmp_path, capsys):
     out = ["--output", str(tmp_path / "out")]
     assert "neither a run directory" in exits_with_2(convert.main, [str(tmp_path), *out], capsys)
-    assert "is a run directory already" in exits_with_2(convert.main, [str(source), "--output", str(converted)], capsys)
-    assert "already holds a checkpoint" in exits_with_2(convert.main, [str(converted), "--output", str(source)], capsys)
+    assert "exists already" in exits_with_2(convert.main, [str(source), "--output", str(converted)], capsys)
+    assert "exists already" in exits_with_2(convert.main, [str(converted), "--output", str(source)], capsys)
     assert "llama cannot express" in exits_with_2(convert.main, [str(converted), *out, "--model-type", "llama"], capsys)
     assert "no checkpoint of step 7" in exits_with_2(convert.main, [str(converted), *out, "--step", "7"], capsys)
     assert "--max-shard-gb" in exits_with_2(convert.main, [str(converted), *out, "--max-shard-gb", "0"], capsys)

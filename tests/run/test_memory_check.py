@@ -2,7 +2,9 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxstack.distributed import device_setup
@@ -58,6 +60,12 @@ def test_an_unknown_memory_refuses_nothing(monkeypatch):
     monkeypatch.setattr(device_setup, "host_memory", lambda: None)
     assert memory_check.check_memory(tiny_trainer(data=8)) is None
     memory_check.check_state_size(load_config(CONFIGS / "llama3-8b-fsdp4.yaml", ["model.preset=llama3-70b"]))
+
+
+def test_the_device_with_the_least_memory_counts(monkeypatch):
+    gpus = [SimpleNamespace(memory_stats=lambda limit=limit: {"bytes_limit": limit}) for limit in (80, 40, 80)]
+    monkeypatch.setattr(jax, "local_devices", lambda: gpus)
+    assert device_setup.memory_per_device() == 40
 
 
 @pytest.mark.quick

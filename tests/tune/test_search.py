@@ -14,6 +14,7 @@ import yaml
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.run_config import load_config
 from jaxstack.tune import search
+from jaxstack.tune.optuna_study import OptunaStudy, TrialRecord
 from jaxstack.tune.search import run_study
 from tests.tune.studies import write_config, write_study
 
@@ -117,8 +118,14 @@ def test_values_that_do_not_fit_together_need_no_process(tmp_path, trials):
 
 
 @pytest.mark.longer
-def test_a_study_whose_first_trials_all_fail_ends(tmp_path, trials):
+@pytest.mark.parametrize("another_host", [False, True])
+def test_a_study_whose_first_trials_all_fail_ends(tmp_path, trials, monkeypatch, another_host):
+    """Also while another host runs a trial of it, which may take days."""
     trials("outcome = {'state': 'failed', 'reason': 'no such file'}\n" + END)
+    if another_host:
+        records = OptunaStudy.records
+        theirs = TrialRecord(99, "running", {}, None, (), "", None)
+        monkeypatch.setattr(OptunaStudy, "records", lambda study: [*records(study), theirs])
     with pytest.raises(JaxstackError, match="all of the first 3 trials failed; the last one: no such file"):
         run(tmp_path, trials=9)
 

@@ -26,7 +26,7 @@ from jaxstack.decoding.decode import Params
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.distill import DistillConfig
 from jaxstack.errors import ConfigError
-from jaxstack.files import new_directory, write_file
+from jaxstack.files import check_new, new_directory, write_file
 from jaxstack.heartbeat import doing
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.parameter_paths import match, nest
@@ -76,7 +76,7 @@ def compress(
       directory: run directory or Hugging Face checkpoint. Adapters are merged first; of weights that a run trained with
         rounding, the unrounded values are compressed.
       recipe: name of a recipe that comes with jaxstack, YAML file, or recipe.
-      output: directory to write, which must not exist.
+      output: directory to write; must not exist, or be empty.
       options: checkpoint, and held-out text to measure on.
       report: called with each line of progress and each warning.
 
@@ -223,8 +223,7 @@ def _compress_weights(
 
 
 def _check_directories(stored: StoredModel, output: Path, step: int | None) -> None:
-    if output.exists():
-        raise ConfigError(f"{output} exists already; give another directory, or remove it.")
+    check_new(output)
     if stored.packed and not stored.exported:
         raise ConfigError(f"{stored.directory} is compressed already; compress the run that it was made from.")
     stored.check_step(step)
