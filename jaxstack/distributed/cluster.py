@@ -14,6 +14,8 @@ from jaxstack.errors import ConfigError
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 COUNT = "JAX_NUM_PROCESSES"
 INDEX = "JAX_PROCESS_ID"
+NODES = "JAXSTACK_NODES"
+NODE_RANK = "JAXSTACK_NODE_RANK"
 FULL_COUNT = "JAXSTACK_FULL_PROCESSES"
 """Number of processes that the configuration's layout is for, if the run may go on with fewer."""
 FEWER_COUNT = "JAXSTACK_FEWER_PROCESSES"
@@ -126,7 +128,9 @@ def fewer_count(environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:
-    """Detect this node's index and the number of nodes, from Slurm or an indexed Kubernetes job; otherwise one node.
+    """Detect this node's index and the number of nodes, from Slurm, an indexed Kubernetes job or the launcher.
+
+    Otherwise there is one node.
 
     Args:
       environ: environment variables; default: `os.environ`.
@@ -141,12 +145,12 @@ def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:
             raise ConfigError("start one launcher per node: srun --ntasks-per-node=1 python -m jaxstack.launch ...")
         coordinator = environ.get(COORDINATOR) or slurm_coordinator(environ)
         return Nodes(slurm, _number(environ, "SLURM_NODEID"), coordinator)
-    kubernetes = _number(environ, "JAXSTACK_NODES", 1)
-    if kubernetes > 1:
+    given = _number(environ, NODES, 1)
+    if given > 1:
         if COORDINATOR not in environ:
-            raise ConfigError(f"JAXSTACK_NODES is {kubernetes}, but {COORDINATOR} (HOST:PORT) is not set.")
-        rank = "JAXSTACK_NODE_RANK" if "JAXSTACK_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
-        return Nodes(kubernetes, _number(environ, rank), environ[COORDINATOR])
+            raise ConfigError(f"{NODES} is {given}, but {COORDINATOR} (HOST:PORT) is not set.")
+        rank = NODE_RANK if NODE_RANK in environ else "JOB_COMPLETION_INDEX"
+        return Nodes(given, _number(environ, rank), environ[COORDINATOR])
     return Nodes()
 
 

@@ -21,6 +21,8 @@ from jaxstack.distributed.cluster import (
     FULL_COUNT,
     INDEX,
     LOCAL_DEVICES,
+    NODE_RANK,
+    NODES,
     Nodes,
     count_gpus,
     split_devices,
@@ -227,6 +229,8 @@ class Supervisor:
         shared = {**os.environ, "JAXSTACK_ATTEMPT": str(attempt), "PYTHONUNBUFFERED": "1"}
         if self._memory is not None:
             shared[memory_folder.VARIABLE] = str(self._memory)
+        # For `serve --replicas`, which starts engines of its own on each node.
+        shared |= {NODES: str(nodes.count), NODE_RANK: str(nodes.rank)}
         if job.rendezvous is not None:
             shared |= {FULL_COUNT: str(job.processes * job.nodes.count)}
         if job.rendezvous is not None and nodes.count > job.fewest_nodes:

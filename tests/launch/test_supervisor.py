@@ -46,6 +46,13 @@ def test_a_single_process_does_not_take_its_place_from_slurm():
     assert "place None" in launch(program=PLACE, **STEP).communicate(timeout=60)[0]
 
 
+def test_a_process_knows_its_node():
+    """As `serve --replicas` does, of which the first node alone starts the router."""
+    program = "from jaxstack.distributed.cluster import find_nodes; print(find_nodes())"
+    options = ("--nodes", "2", "--node-rank", "1", "--coordinator", "127.0.0.1:1")
+    assert "Nodes(count=2, rank=1, coordinator='127.0.0.1:1')" in launch(*options, program=program).communicate()[0]
+
+
 @pytest.mark.exhaustive
 def test_a_process_that_is_left_of_several_does_not_take_its_place_from_slurm(tmp_path):
     """The step still has two tasks after one of its nodes is lost; the launcher waits a minute for the other node."""
