@@ -2,6 +2,7 @@
 
     python benchmarks/planning/learned_cost.py                   # about three minutes on two CPU cores
     python benchmarks/planning/learned_cost.py --only attention
+    python benchmarks/planning/learned_cost.py --stored cpu      # the errors alone, on the newest stored programs
 
 Every program is compiled, its features are read from the compiled text, and it is timed: the median of five blocks of
 calls. The rates of the roofline are the best matmul and the best copy of the same process. A row for each program is
@@ -12,6 +13,7 @@ of each family are appended to benchmarks/results/learned_cost_errors.jsonl.
 
 import argparse
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.rows import append_rows, print_table, require_commit
+from benchmarks.rows import RESULTS, append_rows, print_table, require_commit
 from benchmarks.timing import median_seconds
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer
@@ -37,6 +39,7 @@ from jaxstack.plan.learned_cost import (
     kendall_tau,
     median_error,
     parse_program_features,
+    program_of,
 )
 
 COLUMNS = ("family", "programs", "roofline_error", "learned_error", "roofline_tau", "learned_tau")
@@ -210,8 +213,12 @@ def peak_rates() -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="FAMILY", help="measure the programs of one family")
+    parser.add_argument("--stored", metavar="DEVICE", help="take the newest stored programs of a kind of device")
     args = parser.parse_args()
     require_commit("learned_cost")
+    if args.stored:
+        append_errors(*stored_programs(args.stored))
+        return
     peak, bandwidth = peak_rates()
     device = jax.devices()[0]
     common = {"implementation": "xla", "devices": 1, "peak_flops": peak, "bandwidth": bandwidth}
@@ -227,9 +234,31 @@ def main() -> None:
         rows.append({**row, **common, "features": features.to_json()})
     append_rows("learned_cost", rows)
     if len({one.family for one in measured}) > 1:
-        errors = [{"work": f"errors, {row['family']}", **row, **common} for row in summarize(measured)]
-        append_rows("learned_cost_errors", errors)
-        print_table(errors, COLUMNS)
+        append_errors(measured, common)
+
+
+def stored_programs(device: str) -> tuple[list[MeasuredProgram], dict[str, Any]]:
+    """Return the programs of the newest run on a kind of device, and what their rows have in common.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    path = RESULTS / "learned_cost.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row["device"] == device]
+    if not rows:
+        raise SystemExit(f"{path} has no programs of a device {device!r}: run this script there without --stored.")
+    newest = rows[-1]
+    measured = [program_of(row) for row in rows if row["run"] == newest["run"]]
+    shared = ("implementation", "devices", "peak_flops", "bandwidth", "device", "cores")
+    return measured, {**{key: newest[key] for key in shared}, "programs_of": newest["date"]}
+
+
+def append_errors(measured: list[MeasuredProgram], common: dict[str, Any]) -> None:
+    """Append and print the errors of each family."""
+    errors = [{"work": f"errors, {row['family']}", **row, **common} for row in summarize(measured)]
+    append_rows("learned_cost_errors", errors)
+    print_table(errors, COLUMNS)
 
 
 def summarize(measured: list[MeasuredProgram]) -> list[dict[str, Any]]:

@@ -370,10 +370,11 @@ def read_programs(path: str | Path, device: str | None = None) -> list[MeasuredP
     """
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines if line.strip()]
-    return [_program(row) for row in rows if device in (None, row["device"])]
+    return [program_of(row) for row in rows if device in (None, row["device"])]
 
 
-def _program(row: Mapping[str, Any]) -> MeasuredProgram:
+def program_of(row: Mapping[str, Any]) -> MeasuredProgram:
+    """Return the measured program of a row that `benchmarks/planning/learned_cost.py` wrote."""
     features = ProgramFeatures.from_json(row["features"])
     seconds = 1e-3 * float(row["milliseconds"])
     return MeasuredProgram(row["family"], features, seconds, float(row["peak_flops"]), float(row["bandwidth"]))

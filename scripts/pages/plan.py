@@ -20,7 +20,7 @@ from jaxstack.plan.cluster_search import SearchOptions, search_cluster
 from jaxstack.run_config import load_config
 from scripts.pages.page import Page, table_of
 from scripts.pages.page import spaced_table as table
-from scripts.pages.rows import RESULTS, ROOT, read_newest_run
+from scripts.pages.rows import RESULTS, ROOT, read_all, read_newest_run
 
 COMPILED = ROOT / "tests" / "cost_model" / "data" / "compiled_memory.jsonl"
 EXAMPLES = {
@@ -174,16 +174,20 @@ def compiled() -> str:
 
 
 def learned_errors() -> str:
-    """Return the errors of the roofline and of its learned correction for each family, by the newest run."""
-    rows = read_newest_run(RESULTS / "learned_cost_errors.jsonl")
-    if not rows:
+    """Return the errors of the roofline and of its learned correction by family, of the newest run on each device."""
+    path = RESULTS / "learned_cost_errors.jsonl"
+    devices = sorted({row["device"] for row in read_all(path)})
+    if not devices:
         return "Not measured yet; `python benchmarks/planning/learned_cost.py` measures it."
     columns = {"programs": "{family}", "number": "{programs}", "roofline's error": "{roofline_error:.1%}",
                "learned": "{learned_error:.1%}", "roofline's τ": "{roofline_tau:.2f}",
                "learned τ": "{learned_tau:.2f}"}  # fmt: skip
-    return f"{table_of(columns, rows)}\n\n" + "{device}, `{command}`, {date:.10}, commit {commit:.7}.".format_map(
-        rows[0]
-    )
+    parts = []
+    for device in devices:
+        rows = read_newest_run(path, device)
+        place = "{device}, `{command}`, {date:.10}, commit {commit:.7}.".format_map(rows[0])
+        parts.append(f"{table_of(columns, rows)}\n\n{place}")
+    return "\n\n".join(parts)
 
 
 PARTS: dict[str, Callable[[], str]] = {

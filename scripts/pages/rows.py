@@ -114,8 +114,8 @@ def compare(work: str, rows: Iterable[Row], limits: Iterable[Row]) -> Comparison
     return Comparison(work, ours, peer, limit[-1] if limit else None)
 
 
-def read_newest_run(path: Path) -> list[Row]:
-    """Return the rows of a file that its newest run wrote, in their order."""
-    rows = read_all(path)
+def read_newest_run(path: Path, device: str) -> list[Row]:
+    """Return the rows of a file that its newest run on a device wrote, in their order."""
+    rows = [row for row in read_all(path) if row["device"] == device]
     newest = max((row["date"] for row in rows), default="")
     return [row for row in rows if row["date"] == newest]
