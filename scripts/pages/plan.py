@@ -185,8 +185,9 @@ def learned_errors() -> str:
     parts = []
     for device in devices:
         rows = read_newest_run(path, device)
-        place = "{device}, `{command}`, {date:.10}, commit {commit:.7}.".format_map(rows[0])
-        parts.append(f"{table_of(columns, rows)}\n\n{place}")
+        place = "{device}, `{command}`, {date:.10}, commit {commit:.7}".format_map(rows[0])
+        stored = f"; programs measured on {rows[0]['programs_of']:.10}" if "programs_of" in rows[0] else ""
+        parts.append(f"{table_of(columns, rows)}\n\n{place}{stored}.")
     return "\n\n".join(parts)
 
 
