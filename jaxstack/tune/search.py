@@ -18,7 +18,7 @@ from jaxstack.config.loader import dump_yaml
 from jaxstack.distributed.cluster import count_gpus
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import FileLock, LockHeld, exclusive, write_file
-from jaxstack.launch.child import Child
+from jaxstack.launch.child import Child, Limits, find_stuck, name_limit
 from jaxstack.observe.report.series import read_metrics
 from jaxstack.resilience.exit_on_signal import signal_name
 from jaxstack.resilience.stop_request import Interrupted, StopRequest
@@ -29,6 +29,8 @@ from jaxstack.tune.space import StudyConfig, load_study, read_space
 from jaxstack.tune.trial import LOG, OUTCOME
 
 _POLL_SECONDS = 0.2
+_PAUSE_SECONDS = 60.0
+"""If a look at the trials is this late, the whole study was suspended, and their silence means nothing."""
 _SAVE_SECONDS = 60.0
 """Time for the trials to save after a stop signal."""
 _FAILURES_IN_A_ROW = 3
@@ -134,6 +136,7 @@ class Search:
         self._running: list[_Running] = []
         self._workers = study.config.workers
         self._gpus = self._split_gpus()
+        self._looked = self._awake = time.monotonic()
 
     def _split_gpus(self) -> list[str] | None:
         """Divide the host's GPUs among workers: return CUDA_VISIBLE_DEVICES of each; None without GPUs."""
@@ -152,6 +155,9 @@ class Search:
         """Start and watch trials until the study has as many as configured, or a signal arrives."""
         self._announce()
         while True:
+            before, self._looked = self._looked, time.monotonic()
+            if self._looked - before > _PAUSE_SECONDS:
+                self._awake = self._looked
             for trial in list(self._running):
                 self._watch(trial)
             if stop.reached():
@@ -260,12 +266,30 @@ class Search:
             _kill(trial.child)  # without saving: its checkpoints are deleted
             outcome = Outcome("pruned", reason=f"stopped after step {trial.pruned_at}")
         elif code is None:
-            return
+            reason = self._describe_silence(trial)
+            if reason is None:
+                return
+            _kill(trial.child)
+            outcome = Outcome("failed", reason=reason)
         else:
             outcome = self._outcome(trial, code)
         self._running.remove(trial)
         self._tell(trial.number, trial.values, outcome)
         trial.lock.release()
+
+    def _describe_silence(self, trial: _Running) -> str | None:
+        """Return for how long a trial's process is stuck, after its stacks are told; None if it is not stuck."""
+        record = trial.child.record()
+        limits = Limits()
+        stopped = {trial.number: trial.child.is_stopped}
+        now = time.monotonic()
+        if find_stuck({trial.number: record}, limits, now, self._awake, stopped) is None:
+            return None
+        limit = limits.timeout_of(record, trial.child.is_stopped())
+        self._say(f"trial {trial.number} is stuck; its stacks:\n{trial.child.stacks()}")
+        raised = "; if it only needs longer, raise resilience.step_seconds" if "step" in name_limit(record) else ""
+        silence = f"it gave no sign of life for {now - record.at:.0f} s in phase {record.phase!r} at step {record.step}"
+        return f"{silence} (limit {limit:.0f} s{raised})"
 
     def _read_curve(self, trial: _Running) -> None:
         """Read the held-out losses that a trial's metrics file gained since last time; report them to the pruner."""

@@ -109,6 +109,27 @@ def test_outcomes_of_trials_that_do_not_complete(tmp_path, trials):
     assert "no held-out text" in records[4].reason and "not finite" in records[5].reason
 
 
+SILENT = """
+if number == 1:
+    record = {"phase": "train", "step": 7, "beat": 9, "at": time.monotonic(), "step_limit": 0.3}
+    pathlib.Path(os.environ["JAXSTACK_PROGRESS_FILE"]).write_text(json.dumps(record))
+    time.sleep(100)
+"""
+
+
+@pytest.mark.longer
+def test_a_trial_that_hangs_is_told_and_ended(tmp_path, trials, monkeypatch):
+    """As in a reader that waits for a file system: it would hold its GPUs and the study for ever."""
+    trials(LOSSES + "number = int(directory.name)\n" + SILENT + END)
+    said: list[str] = []
+    records = run(tmp_path, trials=3, said=said).records
+    assert [record.state for record in records] == ["complete", "failed", "complete"]
+    expected = (
+        "no sign of life for 0 s in phase 'train' at step 7 (limit 0 s; if it only needs longer, raise resilience."
+    )
+    assert expected in records[1].reason and any("trial 1 is stuck; its stacks:" in line for line in said)
+
+
 @pytest.mark.longer
 def test_values_that_do_not_fit_together_need_no_process(tmp_path, trials):
     trials(LOSSES + END)
