@@ -78,10 +78,10 @@ class DraftChoice:
         """Take into account a program whose tokens have just been read.
 
         Args:
-          rows: number of decoded rows; 0 for a program that also computed prompts.
+          rows: number of decoded rows whose answers had not ended; 0 for a program that also computed prompts.
           drafts: its steps had drafts.
           steps: number of steps.
-          tokens: number of tokens that all rows got.
+          tokens: number of tokens that all these rows got, up to the ends of their answers.
         """
         now = self._clock()
         seconds = now - self._time
@@ -121,7 +121,8 @@ class _Size:
 
     def gains(self, foreseen: float) -> bool:
         """Return True if steps with drafts that give a row so many tokens are faster, by their measured durations."""
-        plain, drafted = self._kinds[False], self._kinds[True]
+        plain = self._kinds[False]
+        drafted = self._kinds[True]
         slower = drafted.step_seconds / plain.step_seconds if plain.known and drafted.known else _ASSUMED
         return plain.known and foreseen > _MARGIN * slower
 

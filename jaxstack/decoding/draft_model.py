@@ -211,9 +211,21 @@ class DraftPrograms:
         return True
 
     @property
+    def fills_prompts(self) -> bool:
+        """True if prompts are to be computed in their order with the served model's, though their step has no drafts.
+
+        Otherwise `catch_up` does it before the first guess. Snapshots of states are of one place in both models.
+        """
+        return self._has_states
+
+    @property
     def approximate(self) -> bool:
         """True if the cache holds approximations of accepted drafts, or none of them, which the next step computes."""
-        return self.together > 1 or any(axis >= 0 for axis in jax.tree.leaves(self._axes))
+        return self.together > 1 or self._has_states
+
+    @property
+    def _has_states(self) -> bool:
+        return any(axis >= 0 for axis in jax.tree.leaves(self._axes))
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Dispatch copies of rows of the caches of fixed size of both models, as `Programs.copy_states` does."""

@@ -58,8 +58,7 @@ class DraftRunner(Runner):
     ) -> Int[Array, " found"]:
         if not drafts:
             sampled = super()._run_empty(rows, chunks, tokens, drafts=False)
-            if chunks is not None:
-                self._draft.fill(self.programs.table.describe([], len(rows)), chunks, tokens)
+            self._fill(len(rows), chunks, tokens)
             return sampled
         newest = np.zeros(len(rows), np.int32)
         return self._draft.run(rows, newest, chunks, tokens, "greedy", None, self._recent([], len(rows)))
@@ -88,12 +87,18 @@ class DraftRunner(Runner):
         rows, chunks, tokens, mode, mask = arguments
         if not plan.drafts:
             sampled = super()._run(plan, arguments)
-            if chunks is not None:
-                self._draft.fill(self.programs.table.describe([], len(rows)), chunks, tokens)
+            self._fill(len(rows), chunks, tokens)
             return sampled
         newest = newest_tokens(plan.decoded, len(rows))
         recent = self._recent(plan.decoded, len(rows))
         return self._draft.run(rows, newest, chunks, tokens, mode, mask, recent, extended=is_extended(plan))
+
+    def _fill(
+        self, rows: int, chunks: Int[np.ndarray, "Q columns"] | None, tokens: Int[np.ndarray, "Q C"] | None
+    ) -> None:
+        """Run the draft model on the prompts of a step without drafts, if it is not to catch up with them later."""
+        if chunks is not None and self._draft.fills_prompts:
+            self._draft.fill(self.programs.table.describe([], rows), chunks, tokens)
 
     def _run_draft_steps(
         self, decoded: Sequence[Row], rows: Int[np.ndarray, "R columns"], steps: int, mode: Mode

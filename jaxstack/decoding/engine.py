@@ -169,6 +169,7 @@ class Engine:
             return Runner(self.programs, self.config, self.stats, steps.decode, kinds)
         self.scheduler.approximate |= drafts.approximate
         self.scheduler.catches_up = drafts.catches_up
+        self.scheduler.fills_prompts = drafts.fills_prompts
         return DraftRunner(self.programs, self.config, self.stats, steps.decode, kinds, drafts)
 
     def __enter__(self) -> "Engine":
@@ -410,12 +411,14 @@ class Engine:
 
     def _time_steps(self) -> Generator[None]:
         """Time steps, a kind at a time, which decides how many prompt tokens may be computed beside running answers."""
-        page = self.pool.allocate(1) or []
+        while (page := self.pool.allocate(1)) is None:
+            yield
+        slowdown = self.config.chunk_slowdown
         try:
-            seconds = yield from self._runner.time_steps(self.scheduler.shapes, page)
+            seconds = yield from self._runner.time_steps(self.scheduler.shapes, page[0], slowdown)
         finally:
             self.pool.release(page)
-        self.scheduler.shapes_beside = partial(seconds.shapes_within, self.config.chunk_slowdown)
+        self.scheduler.shapes_beside = partial(seconds.shapes_within, slowdown)
 
     def _warm_up_further(self) -> bool:
         """Compile further programs of a gradual warm-up; return False if there was nothing to do."""
@@ -513,22 +516,29 @@ class Engine:
         """Wait for the tokens of the oldest step on the device and append them to their answers."""
         plan, found = self._runner.read()
         given = 0
+        rows = 0
+        answered = 0
         for row, tokens, scores in found:
             given += len(tokens)
             if row.request.finish_reason is None:
                 row.set_accepted(len(tokens))
-                self._receive(row.request, tokens, scores)
+                rows += 1
+                answered += self._receive(row.request, tokens, scores)
                 if plan.drafts:
                     self.scheduler.release_unused(row.request)
         self.stats.count_tokens(given + sum(row.count for row in plan.chunks), plan.steps)
         if self.scheduler.choice is not None:
-            rows = len(plan.decoded) if plan.shape is None else 0
-            self.scheduler.choice.observe(rows, plan.drafts, plan.steps, given)
+            # Nobody gets what follows the end of an answer, of which programs without drafts compute more.
+            self.scheduler.choice.observe(rows if plan.shape is None else 0, plan.drafts, plan.steps, answered)
 
     def _receive(
         self, request: Request, tokens: Sequence[int], scores: Int[np.ndarray, "tokens columns"] | None
-    ) -> None:
-        """Append new tokens with their scores to the answer; finish it at a stop token or at its token limit."""
+    ) -> int:
+        """Append new tokens with their scores to the answer; finish it at a stop token or at its token limit.
+
+        Returns:
+          Number of tokens up to the end, a stop token included.
+        """
         if not request.count:
             self.stats.prompt_tokens += len(request.prompt)
         if request.constraint is None:
@@ -538,11 +548,13 @@ class Engine:
             added, reason, error = until_end_of_constraint(request, request.constraint, tokens)
         request.append(added, scores)
         self.stats.generated_tokens += len(added)
+        used = len(added) + (request.stop_token is not None)
         if reason is not None:
             self._finish(request, reason, error)
         else:
             self.scheduler.register_pages(request)
             request.notify()
+        return used
 
     def _finish(self, request: Request, reason: FinishReason, error: JaxstackError | None = None) -> None:
         if request.slot is not None:

@@ -62,6 +62,11 @@ class PredictionPrograms(DraftPrograms):
     def catches_up(self) -> bool:
         return not self.target.replays
 
+    @property
+    def fills_prompts(self) -> bool:
+        """True: the hidden states that the layer reads are there only once; to catch up, the model runs again."""
+        return True
+
     def fill(
         self,
         rows: Int[np.ndarray, "R columns"],

@@ -109,10 +109,17 @@ class RowTable:
         return plan
 
     def describe_at(self, shape: ChunkShape, page: int, depth: float) -> Int[np.ndarray, "Q columns"]:
-        """Encode full prompt chunks, to time them, that end at a share of the longest prompt; all pages are `page`."""
+        """Encode full prompt chunks, to time them, that end at a share of the longest prompt.
+
+        Args:
+          shape: number of chunks, and of the tokens of each.
+          page: number of the page that they read and write. Their states are those of the last slot.
+          depth: the share.
+        """
         chunks = self.describe([], shape.rows)
         longest = (self._described.shape[1] - Column.PAGES) * self.page_size
         count = min(shape.width, longest)
+        chunks[:, Column.SLOT] = self.slots - 1
         chunks[:, Column.START] = max(0, int(depth * longest) - count)
         chunks[:, Column.COUNT] = count
         chunks[:, Column.PAGES :] = page

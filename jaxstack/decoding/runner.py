@@ -223,24 +223,29 @@ class Runner:
         """Return a context in which programs are compiled in threads instead of run, see `Programs.starting`."""
         return self.programs.starting()
 
-    def time_steps(self, shapes: Sequence[ChunkShape], page: Sequence[int]) -> Generator[None, None, StepSeconds]:
+    def time_steps(
+        self, shapes: Sequence[ChunkShape], page: int, slowdown: float
+    ) -> Generator[None, None, StepSeconds]:
         """Return the seconds that steps take, as a generator: it yields before each kind of steps with chunks.
 
+        Chunks that slow a step too much are not timed with more tokens, nor deeper in a prompt, where they take longer.
+
         Args:
-          shapes: shapes of prompt chunks.
-          page: number of one allocated KV-cache page, as a sequence of length 1; timing overwrites it, and the states
-            of the first slot. Empty: chunks are timed at the start of prompts only.
+          shapes: shapes of prompt chunks, smallest first.
+          page: number of an allocated KV-cache page; timing overwrites it, and the states of the last slot.
+          slowdown: duration of a step with chunks, relative to one without, above which it is too slow.
         """
         rows = self.programs.table.describe([], self._slots)
         decode = seconds_of(lambda: self._run_empty(rows, None, None, drafts=self._kinds[0]))
-        table = self.programs.table
         chunks = dict[float, dict[ChunkShape, float]]()
-        for depth in timed_depths(self.programs.room.length) if page else [1.0]:
-            chunks[depth] = {}
+        for depth in timed_depths(self.programs.room.length):
+            timed = chunks[depth] = dict[ChunkShape, float]()
             for shape in shapes:
+                if any(took > slowdown * decode and smaller.tokens < shape.tokens for smaller, took in timed.items()):
+                    break
                 yield
-                described = table.describe_at(shape, page[0], depth) if page else table.describe([], shape.rows)
-                chunks[depth][shape] = self._time_chunks(shape, described)
+                timed[shape] = self._time_chunks(shape, self.programs.table.describe_at(shape, page, depth))
+            shapes = StepSeconds(decode, chunks).shapes_within(slowdown, depth)
         return StepSeconds(decode, chunks)
 
     def run_padding(self, kinds: Iterable[StepKind], *, plain: bool = False) -> None:

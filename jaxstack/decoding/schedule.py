@@ -121,6 +121,7 @@ class Scheduler:
         any time.
       approximate: what the caches have of accepted drafts is approximate, or missing, until the next step with drafts.
       catches_up: a draft model can run tokens that it lacks; otherwise their requests get no more drafts.
+      fills_prompts: steps without drafts run a draft model on their prompts too; otherwise it lacks these.
       decode_steps, draft_steps: largest number of steps of a plan without prompt chunks, without drafts and with them;
         may be changed at any time.
     """
@@ -154,6 +155,7 @@ class Scheduler:
         self._states = states
         self.approximate = False
         self.catches_up = True
+        self.fills_prompts = True
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._slots = slots
@@ -169,6 +171,11 @@ class Scheduler:
     def shapes_alone(self) -> Sequence[ChunkShape]:
         """Shapes of chunks that run without decoded rows where nothing is decoded: none if all steps have drafts."""
         return () if self.draft_tokens and self.choice is None else widest_shapes(self.shapes)
+
+    @property
+    def spares_last_slot(self) -> bool:
+        """True if a step may overwrite the states of the last slot, as one that is timed does."""
+        return not self._states or self._slots - 1 in self._free_slots
 
     def _runs_alone(self, shape: ChunkShape) -> bool:
         """Return True if chunks of a shape may run without decoded rows."""
@@ -364,7 +371,8 @@ class Scheduler:
                 return
             size = self.pool.page_size
             prefix = self.pool.share_prefix([] if request.computes_prompt else request.tokens, request.root)
-            request.pages, request.digests = prefix.pages, prefix.digests
+            request.pages = prefix.pages
+            request.digests = prefix.digests
             needed = -(-(len(request.tokens) + 1) // size) - len(request.pages)
             spare = len(self.running) if self.running else 0
             pages = self.pool.allocate(needed) if needed + spare <= self.pool.available else None
@@ -458,7 +466,8 @@ class Scheduler:
         for row in decoded:
             lag.advance(row.request, row.start, row.start + row.count, drafted=self._drafting)
         for row in chunks:
-            lag.advance(row.request, row.start, row.start + row.count, drafted=True)
+            drafted = self._drafting or self.fills_prompts
+            lag.advance(row.request, row.start, row.start + row.count, drafted=drafted)
 
     def _make_plan(self, decoded: list[Row], chunks: list[Row], shape: ChunkShape | None, steps: int) -> StepPlan:
         """Build the plan of steps from its rows, and advance their requests to the state after the step."""

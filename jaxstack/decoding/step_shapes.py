@@ -13,6 +13,11 @@ class ChunkShape(NamedTuple):
     rows: int
     width: int
 
+    @property
+    def tokens(self) -> int:
+        """Largest number of tokens, padding included."""
+        return self.rows * self.width
+
 
 class StepKind(NamedTuple):
     """Steps that run the same programs, apart from the way in which they sample.
@@ -61,7 +66,7 @@ def chunk_shapes(tokens: int, slots: int, together: int | None = None) -> tuple[
         if total >= short:
             shapes |= {ChunkShape(1, total), ChunkShape(min(total // short, slots), short)}
     shapes.add(ChunkShape(max(1, min((together or tokens) // tokens, slots)), tokens))
-    return tuple(sorted(shapes, key=lambda shape: (shape.rows * shape.width, shape.width)))
+    return tuple(sorted(shapes, key=lambda shape: (shape.tokens, shape.width)))
 
 
 _NEAR = 1024
@@ -110,7 +115,7 @@ def widest_shapes(shapes: Sequence[ChunkShape]) -> list[ChunkShape]:
     for no padding. Smaller shapes are computed beside decoded rows, so that fewer programs are compiled.
     """
     widest = max(shape.width for shape in shapes)
-    return [shape for shape in shapes if shape.rows * shape.width >= widest]
+    return [shape for shape in shapes if shape.tokens >= widest]
 
 
 def decode_batch_sizes(slots: int) -> tuple[int, ...]:
@@ -136,8 +141,8 @@ def choose_shape(shapes: Sequence[ChunkShape], left: Sequence[int]) -> ChunkShap
     """
     widest = max(shape.width for shape in shapes)
     covered = {shape: _covered(shape, left) for shape in shapes}
-    filled = [s for s in shapes if s.rows * s.width <= widest or 2 * covered[s] > s.rows * s.width]
-    return max(filled or shapes, key=lambda shape: (covered[shape], -shape.rows * shape.width, shape.width))
+    filled = [s for s in shapes if s.tokens <= widest or 2 * covered[s] > s.tokens]
+    return max(filled or shapes, key=lambda shape: (covered[shape], -shape.tokens, shape.width))
 
 
 def _covered(shape: ChunkShape, left: Sequence[int]) -> int:

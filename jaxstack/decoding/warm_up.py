@@ -22,9 +22,10 @@ class GradualWarmUp:
 
     The first ones are those of the smallest chunks of prompts and of all batch slots. Others are used as soon as they
     are compiled. Requests with a constraint, scores, changed logits or an adapter start when their own programs are
-    compiled, and are overtaken by others. Programs are traced by the engine's thread, for which that takes at most half
-    of its time while requests run. Prompts get the smallest chunks beside decoded rows until all steps have been timed,
-    which is done when no request runs, one kind of steps at a time, so that a new request waits for one at most.
+    compiled, and are overtaken by others. Prompts get the smallest chunks beside decoded rows until all steps have been
+    timed. The engine's thread traces programs, and then times steps, one kind at a time, so that a new request waits
+    for one at most; while requests run that takes at most half of its time. Where layers have states, steps are timed
+    while the last slot is free.
 
     Args:
       runner: runs the steps.
@@ -69,7 +70,7 @@ class GradualWarmUp:
         self._collect()
         if self._left and self._compiler.has_room and (began > self._resume or not requests):
             self._start(self._left.popleft())
-        elif not self._left and not self._compiling and not requests and not self._runner.busy:
+        elif not self._left and not self._compiling and self._may_time(began):
             self._time_or_end()
         else:
             return False
@@ -106,6 +107,9 @@ class GradualWarmUp:
 
     def _has_compiled(self, shape: ChunkShape, alone: bool) -> bool:
         return self._runner.has_compiled(StepKind(self._drafts, 0 if alone else self._slots, shape))
+
+    def _may_time(self, now: float) -> bool:
+        return not self._scheduler.running or (now > self._resume and self._scheduler.spares_last_slot)
 
     def _time_or_end(self) -> None:
         """Time a kind of steps; when all have been timed, plans may have any shapes from now on."""

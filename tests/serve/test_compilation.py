@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.decoding import compilation
+from jaxstack.decoding import compilation, runner
 from jaxstack.decoding.compilation import ThreadedCompiler
 from jaxstack.decoding.engine import Engine, EngineClosed
+from jaxstack.decoding.rows import Column
 from jaxstack.decoding.runner import Runner
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.step_shapes import ChunkShape
@@ -157,8 +158,54 @@ def test_requests_are_answered_between_the_timings_of_steps(monkeypatch):
         asked.set()
         assert len(first.result()) == 9
         wait_until(lambda: engine.warmed_up)
-        assert len(answered) == len(engine.scheduler.shapes) and answered[1:] == (len(answered) - 1) * [9]
+        assert answered[0] == 0 and max(answered) == 9 and engine.stats.generated_tokens == 9
         assert engine.pool.used == 0
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("model", ["paged", *longer("states")])
+def test_a_gradual_warm_up_ends_though_there_is_always_a_request(model, monkeypatch):
+    """Steps are timed beside requests; where layers have states, only while the slot that is overwritten is free."""
+    beside = list[int]()
+    time_chunks = Runner._time_chunks
+
+    def timed(runner: Runner, shape: ChunkShape, chunks: np.ndarray) -> float:
+        beside.append(engine.running)
+        return time_chunks(runner, shape, chunks)
+
+    monkeypatch.setattr(Runner, "_time_chunks", timed)
+    config = CONFIG if model == "paged" else CONFIG.model_copy(update={"attention": "linear"})
+    with Engine(open_tiny(config=config), EngineConfig(**SIZES), warm_up="first") as engine:
+        texts = set[tuple[int, ...]]()
+        running = [engine.submit([4, 5], 200, Sampling(temperature=0)) for _ in range(2)]
+        until = time.monotonic() + 240
+        while not engine.warmed_up and time.monotonic() < until:
+            running.append(engine.submit([4, 5], 200, Sampling(temperature=0)))
+            texts.add(tuple(running.pop(0).result()))
+        assert engine.warmed_up and any(beside) and len(texts) == 1
+        assert {tuple(request.result()) for request in running} == texts and engine.pool.used == 0
+
+
+def test_steps_are_timed_until_one_is_too_slow(monkeypatch):
+    """Those with more tokens would stop the answers for longer, and be left out nevertheless, as would deeper ones."""
+    short, narrow, half, whole = ChunkShape(1, 4), ChunkShape(2, 4), ChunkShape(1, 8), ChunkShape(1, 16)
+    timed = list[tuple[ChunkShape, int]]()
+
+    def time_chunks(self: Runner, shape: ChunkShape, chunks: np.ndarray) -> float:
+        timed.append((shape, int(chunks[0, Column.START])))
+        assert {*chunks[:, Column.SLOT]} == {3}
+        return 0.3 * shape.tokens
+
+    monkeypatch.setattr(runner, "seconds_of", lambda run: 1.0)
+    monkeypatch.setattr(runner, "timed_depths", lambda longest: [0.5, 1.0])
+    monkeypatch.setattr(Runner, "_time_chunks", time_chunks)
+    with Engine(open_tiny(), EngineConfig(**SIZES), warm_up=False) as engine:
+        timing = Runner.time_steps(engine._runner, (short, narrow, half, whole), 0, 2)
+        with pytest.raises(StopIteration) as ended:
+            for _ in range(9):
+                next(timing)
+    assert timed == [(short, 124), (narrow, 124), (half, 120), (short, 252)]
+    assert ended.value.value.shapes_within(2, 0.5) == ended.value.value.shapes_within(2, 1) == (short,)
 
 
 def test_requests_that_wait_for_programs_end_when_the_engine_is_closed(monkeypatch):

@@ -128,6 +128,7 @@ class SimulatedDraft:
     """Guesses that depend on the newest token alone, and are sometimes right, if its memory has all earlier tokens."""
 
     catches_up = True
+    fills_prompts = False
 
     def __init__(self, target, model, width, together, most):
         self.target = target
@@ -254,12 +255,14 @@ class ScriptedChoice:
     def __init__(self, order: list[bool]):
         self.order = order
         self.steps = 0
+        self.observed = list[tuple[int, int]]()
 
     def wants(self, rows: int, foreseen: float) -> bool:
         return self.order[self.steps % len(self.order)]
 
     def observe(self, rows: int, drafts: bool, steps: int, tokens: int) -> None:
         self.steps += 1
+        self.observed.append((rows, tokens))
 
 
 def choose_room(models, config: EngineConfig, further) -> CacheRoom:
@@ -281,8 +284,9 @@ def make_engine(monkeypatch):
     monkeypatch.setattr(engine_module, "choose_room", choose_room)
     monkeypatch.setattr(schedule_module, "_STATE_TOKENS", 1)
 
-    def make(config: EngineConfig, draft: bool = False) -> Engine:
+    def make(config: EngineConfig, draft: bool = False, fills: bool = False) -> Engine:
         has_states = config.snapshots is not None
+        monkeypatch.setattr(SimulatedDraft, "fills_prompts", fills)
         monkeypatch.setattr(SimulatedPrograms, "has_states", has_states)
         monkeypatch.setattr(engine_module, "shares_pages", lambda model: not has_states)
         return Engine(model, config, draft=model if draft else None, warm_up=False, start=False)
@@ -330,10 +334,12 @@ def configs(draw) -> EngineConfig:
 
 @pytest.mark.longer
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(asked=requests, config=configs(), draft=st.booleans(), order=orders, catches_up=st.booleans())
-def test_each_answer_is_that_of_its_prompt(make_engine, asked, config, draft, order, catches_up):
+@given(
+    asked=requests, config=configs(), draft=st.booleans(), order=orders, catches_up=st.booleans(), fills=st.booleans()
+)
+def test_each_answer_is_that_of_its_prompt(make_engine, asked, config, draft, order, catches_up, fills):
     """At any page size, pool size, number of steps ahead and of drafts; steps with and without drafts in any order."""
-    engine = make_engine(config, draft and config.draft_tokens > 0)
+    engine = make_engine(config, draft and config.draft_tokens > 0, fills)
     if engine.scheduler.choice is not None:
         engine.scheduler.choice = ScriptedChoice(order)
         engine.scheduler.catches_up = catches_up
@@ -512,6 +518,41 @@ def test_a_draft_model_computes_what_shared_pages_lack_of_its_cache(make_engine)
         assert handle.result() == answer(prompt, 12, None)
         prompt = [*prompt, *handle.result(), 2]
     assert handle.cached_tokens >= 16 and engine.stats.draft_tokens > 0
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_a_draft_model_computes_a_prompt_when_it_guesses(make_engine, monkeypatch, fills):
+    """Not while steps have no drafts, unless it has to compute the tokens in their order."""
+    calls = list[int]()
+    fill = SimulatedDraft.fill
+    monkeypatch.setattr(SimulatedDraft, "fill", lambda self, *args: calls.append(len(calls)) or fill(self, *args))
+    engine = make_engine(EngineConfig(slots=1, page_size=4, pages=40, chunk=16, draft_tokens=3), True, fills)
+    for drafts in (False, True):
+        before = len(calls)
+        engine.scheduler.choice = ScriptedChoice([drafts])
+        handle = engine.submit([1] * 9, 12)
+        while engine.step():
+            pass
+        assert handle.result() == answer([1] * 9, 12, None)
+        assert (len(calls) > before) == (fills or drafts)
+    assert engine.stats.draft_tokens > 0
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_choice_of_drafts_counts_tokens_up_to_the_end_of_an_answer(make_engine, drafts):
+    """The stop token included; not what the same program computed after it, nor programs that ran ahead."""
+    choice = ScriptedChoice([drafts])
+    engine = make_engine(EngineConfig(slots=2, page_size=4, pages=40, chunk=16, draft_tokens=3), draft=True)
+    engine.scheduler.choice = choice
+    prompts = [[1, 2, 0], [2, 2, 1]]
+    texts = [answer(prompt, 25, 0) for prompt in prompts]
+    handles = [engine.submit(prompt, 25, stop_tokens=[0]) for prompt in prompts]
+    while engine.step():
+        pass
+    assert [handle.result() for handle in handles] == texts
+    ends = sum(len(text) + (len(text) < 25) for text in texts)
+    assert ends == sum(tokens for _, tokens in choice.observed) < 50
+    assert all(tokens >= rows for rows, tokens in choice.observed)
 
 
 @pytest.mark.parametrize("draft", [False, True])
