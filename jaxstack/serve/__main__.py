@@ -180,12 +180,16 @@ def _load_models(args: argparse.Namespace, overrides: Sequence[str], config: Ser
     from jaxstack.run.load import find_reward_head, load
     from jaxstack.serve.chat_format import ChatFormatter
     from jaxstack.serve.pair_scores import Classifier
+    from jaxstack.stored import StoredModel
 
+    named = [*map(_adapter, args.adapter)]
+    for directory in filter(None, (args.run, args.draft)):
+        StoredModel.open(directory)  # tells what is wrong before minutes of loading
     with doing("loading the model"):
         run = load(args.run, overrides, step=args.step, recipe=args.recipe, report=_report)
         head = find_reward_head(args.run, step=args.step)
         read = partial(read_adapter, model=run.config.model)
-        adapters = {named: read(directory) for named, directory in map(_adapter, args.adapter)}
+        adapters = {name: read(directory) for name, directory in named}
         engine = _with_places(config.engine, adapters)
         if not engine.adapters:  # which are those of single projections
             run.decoder.join_projections()

@@ -145,6 +145,17 @@ def test_a_wrong_setting_is_told_with_code_2(arguments, message, tmp_path, capsy
 
 
 @pytest.mark.longer
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--draft=nowhere", "nowhere is neither a run directory"), ("--adapter=sql", "--adapter is NAME=DIR")],
+)
+def test_what_belongs_to_a_model_is_looked_for_before_that_is_loaded(option, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jaxstack.run.load.load", lambda *_, **__: pytest.fail("loaded"))
+    model = make_word_model("llama", tmp_path / "llama")
+    assert main(["--run", str(model), "--plan", option]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_plan_is_printed_without_serving(tmp_path, capsys, monkeypatch):
     """With the numbers of the engine that would run; what does not fit is one message with numbers, and code 2."""
     model = make_word_model("llama", tmp_path / "llama")

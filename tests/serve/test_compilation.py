@@ -20,6 +20,7 @@ from jaxstack.serve.config import EngineConfig
 from tests.decoding.test_decode import open_decoder
 from tests.marks import longer
 from tests.serve.test_engine import SAMPLINGS, EvenOnly, prompts
+from tests.serve.test_states import open_model
 from tests.serve.tiny import CONFIG, open_tiny
 
 EVENTS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
@@ -151,14 +152,15 @@ def test_requests_are_answered_between_the_timings_of_steps(monkeypatch):
         return time_chunks(runner, shape, chunks)
 
     monkeypatch.setattr(Runner, "_time_chunks", timed)
-    with Engine(open_tiny(), EngineConfig(**SIZES), warm_up="first") as engine:
+    config = EngineConfig(slots=4, page_size=4, chunk=128, chunk_slowdown=1000.0)
+    with Engine(open_tiny(), config, warm_up="first") as engine:
         # The first turn times a decode step, and takes the page that chunks are timed on.
         wait_until(lambda: engine.pool.used == 1)
         first = engine.submit([4, 5], 9, Sampling(temperature=0))
         asked.set()
         assert len(first.result()) == 9
         wait_until(lambda: engine.warmed_up)
-        assert answered[0] == 0 and max(answered) == 9 and engine.stats.generated_tokens == 9
+        assert len(answered) == len(engine.scheduler.shapes) == 3 and answered[-1] > 0
         assert engine.pool.used == 0
 
 
@@ -174,8 +176,8 @@ def test_a_gradual_warm_up_ends_though_there_is_always_a_request(model, monkeypa
         return time_chunks(runner, shape, chunks)
 
     monkeypatch.setattr(Runner, "_time_chunks", timed)
-    config = CONFIG if model == "paged" else CONFIG.model_copy(update={"attention": "linear"})
-    with Engine(open_tiny(config=config), EngineConfig(**SIZES), warm_up="first") as engine:
+    decoder = open_tiny() if model == "paged" else open_model("sums")
+    with Engine(decoder, EngineConfig(**SIZES), warm_up="first") as engine:
         texts = set[tuple[int, ...]]()
         running = [engine.submit([4, 5], 200, Sampling(temperature=0)) for _ in range(2)]
         until = time.monotonic() + 240
