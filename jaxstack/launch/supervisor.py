@@ -147,7 +147,7 @@ class Supervisor:
                         return self._leave(outcome.code)
                     allowed = budget.spend(outcome.saved)
                     newest = max(newest, outcome.saved)
-                    saved = f"checkpoint {newest}" if newest >= 0 else "no checkpoint"
+                    saved = f"step {newest} is saved" if newest >= 0 else "nothing is saved"
                     say(f"start {attempt} failed after {time.monotonic() - began:.0f} s: {outcome.reason}; {saved}")
                     if not allowed:
                         say(f"giving up: {self.job.restarts} restarts brought no new checkpoint (--max-restarts)")

@@ -84,7 +84,7 @@ def test_a_rank_that_alone_lacks_memory_ends_all_and_is_named(runs: Runs, record
     said = "".join(read_until(launcher, "starting again"))
     seconds = time.monotonic() - began
     assert re.search(r"\[1\] .*out of device memory: 8.00 GiB could not be allocated", said)
-    assert re.search(r"rank 1 exited with 1.*; checkpoint 4\n", said), said
+    assert re.search(r"rank 1 exited with 1.*; step 4 is saved\n", said), said
     code, said = finish(launcher)
     assert code == 0 and "resuming from step 4" in said and sorted(runs.losses(name)) == list(range(1, 13)), said
     record(12, "a rank that alone lacks memory", f"named, all ended and started again within {seconds:.0f} s")
