@@ -37,12 +37,12 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     **{name: (f"schedule.name={name}", f"schedule.warmup_steps={WARMUP}") for name in WARMED_UP},
     "one_cycle": ("schedule.name=one_cycle",),
 }
+"""Name of each schedule -> its settings; others have their defaults."""
 SCHEDULES["inverse_sqrt, long timescale"] = (*SCHEDULES["inverse_sqrt"], f"schedule.timescale={TIMESCALE}")
 SCHEDULES["inverse_sqrt, long timescale, decay"] = (
     *SCHEDULES["inverse_sqrt, long timescale"],
     "schedule.decay_fraction=0.2",
 )
-"""Name of each schedule -> its settings; others have their defaults."""
 MODEL = (
     "model.preset=tiny", "train.global_batch_size=4", "train.sequence_length=128", "optimizer.b2=0.98",
     "parallel.data=-1",
