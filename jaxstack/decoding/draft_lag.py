@@ -2,9 +2,9 @@
 
 A row that is to have drafts again first catches up: its missing tokens are computed as chunks, like those of a prompt.
 That is one run of a small model for many tokens, where running it beside every step without drafts would slow them all.
-So are prompts whose steps had no drafts, unless they have to enter its cache as they are computed, see
-`DraftPrograms.fills_prompts`. What the cache has changes only which tokens are
-guessed, not the distribution of the text, so that nothing depends on it where a row cannot catch up.
+Prompts are caught up with in the same way, unless they have to enter its cache as they are computed, see
+`DraftPrograms.fills_prompts`. What the cache has changes only which tokens are guessed, not the distribution of the
+text, so that nothing depends on it where a row cannot catch up.
 """
 
 from jaxstack.decoding.requests import Request
