@@ -133,6 +133,12 @@ def token_limit(models: Sequence[ModelOnMesh], config: EngineConfig) -> int:
     return context
 
 
+def usable_bytes(model: ModelOnMesh) -> int | None:
+    """Return the bytes of device memory that weights and cache can take, summed over all devices; None if unknown."""
+    available = memory_per_device()
+    return None if available is None else int(available * model.device_count * model.memory_share)
+
+
 def free_bytes(models: Sequence[ModelOnMesh], config: EngineConfig, units: CacheUnits, total: int) -> float:
     """Return the bytes that pages and snapshots may take, of `total` bytes of memory; below 0: there are none.
 
@@ -166,9 +172,8 @@ def choose_room(
     snapshots = config.slots if config.snapshots is None else config.snapshots
     if not per_snapshot or not config.prefix_cache:
         snapshots = 0
-    available = memory_per_device()
-    if available is not None:
-        total = available * models[0].device_count
+    total = usable_bytes(models[0])
+    if total is not None:
         weights = sum(model.weight_bytes for model in models)
         rest = total - weights - per_page * (config.pages or 1)
         most = int((total - weights - per_slots - sampling) // per_page) if per_page else 0
@@ -216,10 +221,9 @@ def check_memory(model: ModelOnMesh, room: CacheRoom) -> None:
     Raises:
       ConfigError: it does not.
     """
-    available = memory_per_device()
-    if available is None:
+    total = usable_bytes(model)
+    if total is None:
         return
-    total = available * model.device_count
     needed = cache_bytes(model, room)
     if needed > total:
         fits = int(room.length * total / needed)

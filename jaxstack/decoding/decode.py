@@ -106,6 +106,11 @@ class ModelOnMesh:
         return self.rules.mesh.size
 
     @property
+    def memory_share(self) -> float:
+        """Share of the memory of all devices that weights and cache can take until the fullest device is full."""
+        return 1.0
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes that the weights take in device memory, summed over all devices."""
         return sum(map(device_bytes, jax.tree.leaves((self.params, self.non_params))))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from jaxstack.decoding.adapter_places import AdapterPlaces
-from jaxstack.decoding.cache_room import cache_units, choose_room, free_bytes, token_limit
+from jaxstack.decoding.cache_room import cache_units, choose_room, free_bytes, token_limit, usable_bytes
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.mtp_draft import draft_cache_bytes, predicts_tokens
@@ -55,8 +55,9 @@ def describe_memory(model: ModelOnMesh, config: EngineConfig, draft: ModelOnMesh
     lines.append(f"{room.slots:,} requests at a time (engine.slots), of up to {room.length:,} tokens (engine.context)")
     if units.page:
         lines.append(f"the cache holds {tokens / room.length:,.1f} requests of {room.length:,} tokens")
-    if available is not None and units.page:
-        fits = int(max(0.0, free_bytes(models, config, units, available * devices)) // units.page)
+    usable = usable_bytes(model)
+    if usable is not None and units.page:
+        fits = int(max(0.0, free_bytes(models, config, units, usable)) // units.page)
         limit = token_limit(models, config)
         lines.append(
             f"would fit: {fits:,} pages (engine.pages), {fits * room.page_size:,} tokens, which are "

@@ -6,6 +6,7 @@ steps without waiting for the devices, so that a stage computes one group while 
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -130,9 +131,22 @@ class PipelineDecoder(PartedDecoder):
         return sum(rules.mesh.size for rules in self.stages)
 
     @property
+    def memory_share(self) -> float:
+        layers = Counter(part.stage for part in self.parts for _ in part.layers)
+        weights = Counter[jax.Device]()
+        for x in self._stored:
+            for device in x.sharding.device_set:
+                weights[device] += device_bytes(x) // len(x.sharding.device_set)
+        return min(counts.total() / len(counts) / max(counts.values()) for counts in (layers, weights))
+
+    @property
     def weight_bytes(self) -> int:
+        return sum(map(device_bytes, self._stored))
+
+    @property
+    def _stored(self) -> list[jax.Array]:
         copy = self._head if self.config.tie_word_embeddings else {}
-        return super().weight_bytes + sum(map(device_bytes, jax.tree.leaves(copy)))
+        return jax.tree.leaves((self.params, self.non_params, copy))
 
     @property
     def entry(self) -> Params:

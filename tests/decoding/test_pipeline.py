@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxstack.decoding import cache_room
+from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import Scorer
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.engine import Engine
@@ -95,6 +97,7 @@ def test_each_device_has_the_weights_and_the_cache_of_its_layers(tied):
     weights = {0: 2 * layer + table, 1: layer + table + 4 * 32}
     assert bytes_on((pipeline.params, pipeline._head if tied else ())) == weights
     assert pipeline.weight_bytes == sum(weights.values())
+    assert pipeline.memory_share == min(3 / 2 / 2, sum(weights.values()) / 2 / weights[0])
     tokens(pipeline, Sampling(0))
     pages = bytes_on([engine.programs._pages for engine in pipeline._engines])
     page_bytes = sum(engine.programs.room.pages for engine in pipeline._engines) * 16 * 2 * 2 * 8 * 4
@@ -102,6 +105,20 @@ def test_each_device_has_the_weights_and_the_cache_of_its_layers(tied):
     assert pipeline.cache_bytes([5, 1, 2], 6) == sum(pages.values())
     pipeline.unload()
     assert all(x.is_deleted() for engine in pipeline._engines for x in jax.tree.leaves(engine.programs._pages))
+
+
+def test_the_fullest_stage_limits_the_pages(monkeypatch):
+    """Of three layers the first stage has two, and the embedding matrix: its device must not overflow."""
+    module = ModuleArrays(lambda rngs: Transformer(SMALL, rngs))
+    pipeline = split(module, module.init(jax.random.key(0))[0], pipeline=2)
+    memory = 2 * pipeline.weight_bytes
+    monkeypatch.setattr(cache_room, "memory_per_device", lambda: memory)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # on a CPU half of the memory is for programs
+    config = EngineConfig(slots=4, page_size=16, context=64_000, memory_fraction=1.0)
+    room = cache_room.choose_room([pipeline], config)
+    page = 16 * 2 * 2 * 8 * 4  # of one layer
+    filled = bytes_on(pipeline.params)[0] + room.pages * 2 * page
+    assert room.pages < 16_000 and 0.9 * memory < filled <= memory
 
 
 def intervals(directory: Path) -> dict[int, list[tuple[float, float]]]:
