@@ -183,8 +183,8 @@ def _load_models(args: argparse.Namespace, overrides: Sequence[str], config: Ser
     from jaxstack.stored import StoredModel
 
     named = [*map(_adapter, args.adapter)]
-    for directory in filter(None, (args.run, args.draft)):
-        StoredModel.open(directory)  # tells what is wrong before minutes of loading
+    if args.draft is not None:
+        StoredModel.open(args.draft)  # tells what is wrong before minutes of loading the model
     with doing("loading the model"):
         run = load(args.run, overrides, step=args.step, recipe=args.recipe, report=_report)
         head = find_reward_head(args.run, step=args.step)
