@@ -106,10 +106,11 @@ class TextStream:
     Args:
       tokenizer: the model's tokenizer.
       prompt: the ids before the text.
-      stop: strings that end the text; they, and what follows them, are not part of it.
+      stop: strings that end the text; what follows them is not part of it, nor are they, except for those in `kept`.
       stop_tokens: ids that end the text.
       min_tokens: number of the first tokens whose text may have the strings in it.
       marks: special tokens that the text has too, by their ids.
+      kept: those of `stop` that are part of the text which they end.
     """
 
     def __init__(
@@ -121,9 +122,11 @@ class TextStream:
         min_tokens: int = 0,
         *,
         marks: Mapping[int, str] | None = None,
+        kept: Collection[str] = (),
     ):
         self._text: _TokenText = _ByteText(tokenizer) if tokenizer.writes_bytes else _WordText(tokenizer, prompt)
         self._stop = tuple(stop)
+        self._kept = kept
         self._stop_tokens = frozenset(stop_tokens)
         self._vocab_size = tokenizer.vocab_size
         self._withheld = ""
@@ -165,7 +168,7 @@ class TextStream:
             self.finish_reason = "stop"
             self._withheld = ""
             end, self.stop_text = min(found)
-            return text[:end]
+            return text[:end] + self.stop_text * (self.stop_text in self._kept)
         held = max((overlap(text, stop) for stop in self._stop), default=0)
         self._withheld = text[len(text) - held :]
         return text[: len(text) - held]

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.requests import ConstraintFailed, Request
 from jaxstack.decoding.scores import TokenScore
 from jaxstack.decoding.text_stream import TextStream
@@ -45,9 +44,8 @@ class TextAnswer:
 
     Args:
       request: the request in the engine.
-      tokenizer: the model's tokenizer.
+      text: decodes its tokens, up to a stop text.
       details: makes the fields of the response that describe single tokens.
-      stop: texts that end the answer. The answer contains neither them nor what follows them.
       echo: the text of the prompt, which is returned at the beginning of the answer, and the number of tokens before
         that text (0 or 1: the document start). None: the prompt is not repeated.
       echo_only: end the answer after the prompt.
@@ -58,9 +56,8 @@ class TextAnswer:
     def __init__(
         self,
         request: Request,
-        tokenizer: Tokenizer,
+        text: TextStream,
         details: TokenDetails,
-        stop: Sequence[str] = (),
         *,
         echo: tuple[str, int] | None = None,
         echo_only: bool = False,
@@ -69,9 +66,7 @@ class TextAnswer:
     ):
         self.request = request
         self.details = details
-        least = request.sampling.min_tokens
-        marks = readers.marks(tokenizer.special_tokens)
-        self._text = TextStream(tokenizer, request.prompt, stop, min_tokens=least, marks=marks)
+        self._text = text
         self._tools, self._reasoning = readers
         self._echo = echo
         self._echo_only = echo_only

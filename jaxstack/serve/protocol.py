@@ -26,8 +26,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": ([], None),
     "length_penalty": (1, None),
     "use_beam_search": (False, None),
-    "include_stop_str_in_output": (False, None),
-    "skip_special_tokens": (True, None),
     "spaces_between_special_tokens": (True, None),
     "add_generation_prompt": (True, None),
     "modalities": (["text"], None),
@@ -227,6 +225,12 @@ class GenerationRequest(Component):
     """Texts that end an answer."""
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1024, fail_fast=True)] | None = None
     """Further ids that end an answer."""
+    include_stop_str_in_output: bool | None = None
+    """The answer has the text of `stop` that ended it, as vLLM has it."""
+    skip_special_tokens: bool | None = None
+    """False: the answer has the names of special tokens too, except for one that ended it, as vLLM has it."""
+    allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)] | None = None
+    """The only ids that the answer may have, as vLLM has it."""
     ignore_eos: bool | None = None
     """Go on after the ids that end a text, up to max_tokens."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -330,8 +334,11 @@ class GenerationRequest(Component):
             ("grammar", self.guided_grammar),
         ]  # fmt: skip
         found.extend(choice for choice in named if choice[1] is not None)
-        if len(found) > 1:
-            raise ValueError("several forms of the answer are given (response_format, structured_outputs, guided_*)")
+        if len(found) + (self.allowed_token_ids is not None) > 1:
+            raise ValueError(
+                "several forms of the answer are given (response_format, structured_outputs, guided_*, "
+                "allowed_token_ids)"
+            )
         return found[0] if found else None
 
 

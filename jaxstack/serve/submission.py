@@ -17,13 +17,14 @@ from jaxstack.data.tool_calls import ToolFormat
 from jaxstack.decoding import requests as generation
 from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
 from jaxstack.decoding.requests import Constraint
+from jaxstack.decoding.text_stream import TextStream
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve.answers import Answers, Readers, TextAnswer
 from jaxstack.serve.chat_format import ChatFormatter
 from jaxstack.serve.chat_request import ChatRequest
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
-from jaxstack.serve.grammar import GrammarConstraint, Grammars, Kind
+from jaxstack.serve.grammar import AllowedTokens, GrammarConstraint, Grammars, Kind
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import GenerationRequest
 from jaxstack.serve.refusals import Refused, refuse_on_error, shutting_down, until_gone
@@ -152,7 +153,7 @@ class Submissions:
         submitted = self._start(partial(self.engine.embed, prompt, priority=priority) for prompt in prompts)
         details = TokenDetails(self._texts, chat=False, logprobs=None, prompt_logprobs=None, ids=False)
         answers = Answers(
-            [TextAnswer(one, self.tokenizer, details, echo_only=True) for one in submitted],
+            [TextAnswer(one, TextStream(self.tokenizer), details, echo_only=True) for one in submitted],
             self._metrics,
             self.config.timeout,
         )
@@ -268,10 +269,14 @@ class Submissions:
             limit = f"{self.config.max_tokens} (server.max_tokens)"
             raise Refused(400, f"max_tokens must be at most {limit}; found {max_tokens}.")
         self._check_known("stop_token_ids", body.stop_token_ids or ())
+        self._check_known("allowed_token_ids", body.allowed_token_ids or ())
         grammar = refuse_on_error(lambda: body.grammar)
-        constraints = [await self._constrain(*grammar) if grammar else None for _ in range(len(prompts) * body.samples)]
         ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
         stops = ends | frozenset(body.stop_token_ids or ())
+        constraints: list[Constraint | None] = []
+        for _ in range(len(prompts) * body.samples):
+            allowed = None if body.allowed_token_ids is None else AllowedTokens(body.allowed_token_ids)
+            constraints.append(wrap(await self._constrain(*grammar), stops) if grammar else allowed)
         scores = 0 if body.samples > (body.n or 1) and body.likeliest is None else body.likeliest
         scored = [count for count in (body.prompt_logprobs, body.likeliest if echo else None) if count is not None]
         told = {"logprobs": scores, "prompt_logprobs": max(scored, default=None)}
@@ -285,7 +290,7 @@ class Submissions:
                 sampling,
                 seed=body.first_seed + index % body.samples,
                 stop_tokens=stops,
-                constraint=constraint and wrap(constraint, stops),
+                constraint=constraint,
                 priority=body.priority or 0,
                 adapter=adapter,
             )
@@ -302,14 +307,24 @@ class Submissions:
             )
             opening = None if echo is None else self._echo(echo[index // body.samples])
             only = max_tokens == 0
+            readers = read()
+            special = self.tokenizer.special_tokens
+            shown = {token: name for name, token in special.items()} if body.skip_special_tokens is False else {}
+            text = TextStream(
+                self.tokenizer,
+                request.prompt,
+                stop,
+                min_tokens=sampling.min_tokens,
+                marks=shown or readers.marks(special),
+                kept=body.stops if body.include_stop_str_in_output else (),
+            )
             answer = TextAnswer(
                 request,
-                self.tokenizer,
+                text,
                 details,
-                stop,
                 echo=opening,
                 echo_only=only,
-                readers=read(),
+                readers=readers,
                 reasons=(*body.stops, *(body.stop_token_ids or ())),
             )
             texts.append(answer)

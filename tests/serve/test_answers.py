@@ -70,7 +70,9 @@ def test_a_template_tells_the_model_of_tools_and_its_calls_are_found(tokenizer):
     assert "add" in tokenizer.decode(prompt)
     request = Request(prompt, 100)
     details = TokenDetails(TokenTexts(tokenizer), chat=True, logprobs=None, prompt_logprobs=None, ids=True)
-    answer = TextAnswer(request, tokenizer, details, readers=Readers(ToolReader(TOOLS, form)))
+    readers = Readers(ToolReader(TOOLS, form))
+    text = TextStream(tokenizer, prompt, marks=readers.marks(tokenizer.special_tokens))
+    answer = TextAnswer(request, text, details, readers=readers)
     ids = tokenizer.encode('Sure.\n<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>').tolist()
     parts = []
     for token in ids:
@@ -103,6 +105,14 @@ def test_special_tokens_are_text_where_calls_are_written_with_them(tokenizer):
         assert "".join(map(stream.push, ids)) + stream.finish() == text
 
 
+def test_a_stop_text_stays_if_it_is_asked_for(tokenizer):
+    """Not the other one, and nothing after it, also where both are in the text of one token."""
+    for text, kept, found in (("ab.cd;ef", ["."], "ab."), ("ab;cd.ef", ["."], "ab"), ("ab..", [".", ";"], "ab.")):
+        stream = TextStream(tokenizer, stop=[".", ";"], kept=kept)
+        pieces = [stream.push(token) for token in tokenizer.encode(text).tolist() if stream.finish_reason is None]
+        assert "".join(pieces) == found and stream.finish_reason == "stop"
+
+
 def test_stop_texts_are_looked_for_after_the_least_length(tokenizer):
     ids = tokenizer.encode("ab.cd.ef").tolist()
     for least, text in ((0, "ab"), (3, "ab.cd"), (6, "ab.cd.ef")):
@@ -127,7 +137,7 @@ def test_the_best_answer_is_chosen_by_its_own_tokens(tokenizer):
         request.scores = [TokenScore(score, 1, ()) for score in scores]
         request.append(tokenizer.encode(text).tolist())
         request.notify("length")
-        found = TextAnswer(request, tokenizer, details, ["."])
+        found = TextAnswer(request, TextStream(tokenizer, stop=["."]), details)
         while not found.ended:
             found.take()
         return found

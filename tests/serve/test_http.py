@@ -53,6 +53,9 @@ WRONG = [
     (COMPLETE, {"prompt": [[1, 2], [3, 257]]}, 400, "257 is outside of the model's vocabulary"),
     (COMPLETE, {"prompt": "a", "stop_token_ids": [3, 257]}, 400, "stop_token_ids must be below 257"),
     (COMPLETE, {"prompt": "a", "stop_token_ids": [-1]}, 400, "stop_token_ids"),
+    (COMPLETE, {"prompt": "a", "allowed_token_ids": [3, 257]}, 400, "allowed_token_ids must be below 257"),
+    (COMPLETE, {"prompt": "a", "allowed_token_ids": []}, 400, "allowed_token_ids"),
+    (COMPLETE, {"prompt": "a", "allowed_token_ids": [3], "guided_regex": "a"}, 400, "several forms of the answer"),
     (COMPLETE, {"prompt": "a", "stop_token_ids": [2**70]}, 400, "stop_token_ids"),
     (COMPLETE, {"prompt": [10**12], "echo": True}, 400, "1000000000000 is outside of the model's vocabulary"),
     (COMPLETE, {"prompt": "\ud800", "echo": True}, 400, "surrogates not allowed"),
@@ -317,6 +320,9 @@ def test_a_stop_text_ends_the_answer_and_frees_the_pages(client, engine):
     assert choice.choices[0].text == whole[: whole.index(stop)] and choice.choices[0].finish_reason == "stop"
     assert choice.usage.completion_tokens < 100 and idle(engine)
     assert to_the_end.stop_reason is None and choice.choices[0].stop_reason == stop
+    kept = {"include_stop_str_in_output": True}
+    with_stop = client.completions.create(stop=["never there", stop], extra_body=kept, **options).choices[0]
+    assert with_stop.text == choice.choices[0].text + stop and with_stop.stop_reason == stop
     *_, streamed = client.completions.create(stop=["never there", stop], stream=True, **options)
     assert streamed.choices[0].stop_reason == stop
     fields = {"logit_bias": {"65": 100}, "stop_token_ids": [65]}
@@ -328,6 +334,16 @@ def test_a_stop_text_ends_the_answer_and_frees_the_pages(client, engine):
         model="tiny", prompt="x", max_tokens=0, echo=True, temperature=0, extra_body=fields
     )
     assert (alone.choices[0].finish_reason, alone.choices[0].stop_reason) == ("length", None) and idle(engine)
+
+
+def test_an_answer_has_no_other_tokens_than_those_allowed(client):
+    options = {"model": "tiny", "prompt": "x", "max_tokens": 40, "n": 2}
+    texts = [
+        one.text for one in client.completions.create(extra_body={"allowed_token_ids": [97, 66]}, **options).choices
+    ]
+    assert all(set(text) == {"a", "B"} and len(text) == 40 for text in texts) and texts[0] != texts[1]
+    wide = client.completions.create(extra_body={"allowed_token_ids": [*range(33)] * 2}, **options).choices[0]
+    assert set(wide.text.encode()) <= {*range(33)} and len(set(wide.text)) > 10
 
 
 def test_texts_and_chats_are_tokenized_as_prompts_are(client, port):

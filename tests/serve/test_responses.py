@@ -9,6 +9,7 @@ from jaxstack.config.loader import build_component
 from jaxstack.data.tool_calls import EXAMPLE, derive_format
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.scores import TokenScore
+from jaxstack.decoding.text_stream import TextStream
 from jaxstack.errors import ConfigError
 
 pytest.importorskip("starlette")
@@ -161,7 +162,8 @@ def test_only_tokens_of_the_text_have_log_probabilities(tokenizer, size):  # noq
         reasoning = FORMATS["kept"]
         assert form is not None and reasoning is not None
         readers = Readers(ToolReader(Tools([{"type": "function", "function": TOOL}]), form), ReasoningReader(reasoning))
-        answer = TextAnswer(request, tokenizer, details, readers=readers)
+        text = TextStream(tokenizer, marks=readers.marks(tokenizer.special_tokens))
+        answer = TextAnswer(request, text, details, readers=readers)
         tokens = tokenizer.encode_marked([f"<think>\nhm\n</think>\n\n{said}{call}"])[0][0].tolist()
         request.scores = [TokenScore(-float(place), 1, ()) for place in range(len(tokens) + 1)]
         whole = Part("")
