@@ -54,7 +54,10 @@ def test_a_further_turn_computes_its_new_tokens():
     assert [len(answer.tokens) for answer in second] == [3, 4, 5, 6]
     sampler.unload()
     sampler.load(sampler.weights(trainer.state))
-    assert second == sampler.sample(longer, [3, 4, 5, 6], [1.0] * 4, [1, 2, 3, 4]), "as from an empty cache"
+    for answer, alone in zip(second, sampler.sample(longer, [3, 4, 5, 6], [1.0] * 4, [1, 2, 3, 4]), strict=True):
+        assert answer.tokens == alone.tokens, "as from an empty cache"
+        # XLA may sum in another order where a prompt is computed in parts.
+        np.testing.assert_allclose(answer.log_probabilities, alone.log_probabilities, rtol=1e-5)
 
 
 @pytest.mark.longer
