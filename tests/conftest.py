@@ -52,6 +52,7 @@ def pytest_addoption(parser, pluginmanager):
 
 
 def pytest_configure(config):
+    gc.disable()  # until all modules are imported, which leaves no garbage
     # Tests look at what commands print, which must not depend on how busy the machine is.
     heartbeat.SECONDS = 1e6
     for mark, reason in SLOW_MARKS.items():
@@ -79,6 +80,7 @@ def pytest_collection_modifyitems(items):
     # What stays until the end is not looked through again at each collection of garbage, and those come less often.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -93,11 +93,14 @@ def mark_slow_tests(items: Sequence[pytest.Item]) -> None:
     """Add to each test the marks of what makes it slow, and `slow` to those that the default leaves out."""
     modules: dict[str, list[pytest.Item]] = {}
     cases = collections.Counter[str]()
+    marks: dict[str, set[str]] = {}
     for item in items:
         test = item.nodeid.split("[")[0]
         cases[test] += item.get_closest_marker("exhaustive") is None
         modules.setdefault(item.nodeid.split("::")[0], []).append(item)
-        for mark in _marks(item):
+        if test not in marks:
+            marks[test] = _marks(item)
+        for mark in marks[test]:
             item.add_marker(mark)
         slow = _has_slow_mark(item) and not item.get_closest_marker("quick")
         kernel = test.startswith("tests/pallas_kernels/")

@@ -20,6 +20,7 @@ def texts(path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.longer
 def test_names_are_asked_for_that_occurred_before_in_held_out_code(work):
     held_out = texts(work / HELD_OUT)
     assert not set(held_out) & set(texts(work / CODE))

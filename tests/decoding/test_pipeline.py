@@ -53,6 +53,7 @@ def tokens(decoder: Decoder, sampling: Sampling, count: int = 6) -> np.ndarray:
 
 
 @pytest.mark.parametrize("degrees", [{"pipeline": 2}, {"pipeline": 3}, {"pipeline": 2, "tensor": 2}], ids=str)
+@pytest.mark.longer
 def test_tokens_are_those_of_one_device(small, degrees):
     module, params = small
     whole = Decoder(module, params, {}, rules_of())

@@ -82,6 +82,7 @@ def wait_until(holds, seconds: float = 15) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.longer
 def test_files_of_launchers_that_are_gone_do_not_count(tmp_path):
     Rendezvous(tmp_path / "meet", 1, "h1:1", 1, 2).close()
     node = Rendezvous(tmp_path / "meet", 0, "h0:1", 1, 2, gather_seconds=2)

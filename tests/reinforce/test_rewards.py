@@ -106,6 +106,7 @@ def hung(sample): time.sleep(100)
 """
 
 
+@pytest.mark.longer
 def test_a_function_that_fails_costs_only_its_sample(tmp_path):
     (tmp_path / "mine.py").write_text(FUNCTION)
     answers = ["one", "raise", "end", "hang", "nan", "one"]

@@ -38,6 +38,7 @@ def test_answers_share_the_tokens_of_their_prompt(scan):
     assert [sample([prompt], [1])[0] for prompt in (first, second)] == [together[0], together[3]]
 
 
+@pytest.mark.longer
 def test_a_further_turn_computes_its_new_tokens():
     """The tokens of the turn before are found in the cache, except for those after its last full page."""
     trainer = make_trainer(small_config("model.num_kv_heads=4"))

@@ -487,6 +487,7 @@ def test_heads_that_do_not_arrive_in_time_free_their_connections():
     server.should_exit = True
 
 
+@pytest.mark.longer
 def test_a_client_that_reads_nothing_is_let_go():
     """The text of the prompts fills what the sockets hold, and the client reads none of it."""
     engine = Silent()

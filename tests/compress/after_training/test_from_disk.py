@@ -81,6 +81,7 @@ def test_weights_are_those_of_the_whole_model(kind, method, tmp_path):
     assert len(files) >= (2 if kind == "dense" else 1), "written while layers are compressed"
 
 
+@pytest.mark.longer
 def test_what_is_refused(tmp_path, capsys):
     source = make_checkpoint(tmp_path)
     text = TextOptions((str(tmp_path / "text.txt"),))
