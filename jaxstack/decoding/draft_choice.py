@@ -173,7 +173,7 @@ class _Size:
 
 
 class _Program(NamedTuple):
-    """What was measured of a program, in an order by the seconds of a step."""
+    """Duration of a program, and the tokens that it gave a row; programs are ordered by the seconds of a step."""
 
     step_seconds: float
     seconds: float

@@ -163,7 +163,7 @@ def _serve(args: argparse.Namespace) -> int | None:
 
 
 class _Models(NamedTuple):
-    """What a server has loaded: the model, its draft model, its reward head, and its adapters."""
+    """The loaded model of a server, with its draft model, reward head and adapters."""
 
     run: "Run"
     draft: "Decoder | None"

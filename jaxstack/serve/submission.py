@@ -273,10 +273,11 @@ class Submissions:
         grammar = refuse_on_error(lambda: body.grammar)
         ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
         stops = ends | frozenset(body.stop_token_ids or ())
-        constraints: list[Constraint | None] = []
-        for _ in range(len(prompts) * body.samples):
-            allowed = None if body.allowed_token_ids is None else AllowedTokens(body.allowed_token_ids)
-            constraints.append(wrap(await self._constrain(*grammar), stops) if grammar else allowed)
+        allowed = None if body.allowed_token_ids is None else AllowedTokens(body.allowed_token_ids)
+        constraints = [
+            wrap(await self._constrain(*grammar), stops) if grammar else allowed
+            for _ in range(len(prompts) * body.samples)
+        ]
         scores = 0 if body.samples > (body.n or 1) and body.likeliest is None else body.likeliest
         scored = [count for count in (body.prompt_logprobs, body.likeliest if echo else None) if count is not None]
         told = {"logprobs": scores, "prompt_logprobs": max(scored, default=None)}
@@ -308,19 +309,9 @@ class Submissions:
             opening = None if echo is None else self._echo(echo[index // body.samples])
             only = max_tokens == 0
             readers = read()
-            special = self.tokenizer.special_tokens
-            shown = {token: name for name, token in special.items()} if body.skip_special_tokens is False else {}
-            text = TextStream(
-                self.tokenizer,
-                request.prompt,
-                stop,
-                min_tokens=sampling.min_tokens,
-                marks=shown or readers.marks(special),
-                kept=body.stops if body.include_stop_str_in_output else (),
-            )
             answer = TextAnswer(
                 request,
-                text,
+                self._text_of(request, body, stop, readers),
                 details,
                 echo=opening,
                 echo_only=only,
@@ -331,6 +322,21 @@ class Submissions:
         answers = Answers(texts, self._metrics, self.config.timeout)
         self._answers.add(answers)
         return answers
+
+    def _text_of(
+        self, request: generation.Request, body: GenerationRequest, stop: Sequence[str], readers: Readers
+    ) -> TextStream:
+        """Return the decoder of an answer's tokens; arguments as in `submit`."""
+        special = self.tokenizer.special_tokens
+        shown = {token: name for name, token in special.items()} if body.skip_special_tokens is False else {}
+        return TextStream(
+            self.tokenizer,
+            request.prompt,
+            stop,
+            min_tokens=request.sampling.min_tokens,
+            marks=shown or readers.marks(special),
+            kept=body.stops if body.include_stop_str_in_output else (),
+        )
 
     def _start(self, submissions: Iterable[Callable[[], generation.Request]]) -> list[generation.Request]:
         """Submit requests to the engine, all or none.

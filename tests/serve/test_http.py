@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 import jaxstack
+from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.decoding.adapter_places import AdapterPlaces
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.requests import Request
@@ -344,6 +345,15 @@ def test_an_answer_has_no_other_tokens_than_those_allowed(client):
     assert all(set(text) == {"a", "B"} and len(text) == 40 for text in texts) and texts[0] != texts[1]
     wide = client.completions.create(extra_body={"allowed_token_ids": [*range(33)] * 2}, **options).choices[0]
     assert set(wide.text.encode()) <= {*range(33)} and len(set(wide.text)) > 10
+
+
+def test_special_tokens_are_named_if_it_is_asked_for(client, monkeypatch):
+    """Here the tokenizer calls the byte "B" special."""
+    monkeypatch.setattr(ByteTokenizer, "special_tokens", {"<|mark|>": 66})
+    options = {"model": "tiny", "prompt": "x", "max_tokens": 3, "temperature": 0}
+    asked = [{"skip_special_tokens": skip, "allowed_token_ids": [66]} for skip in (False, True, None)]
+    texts = [client.completions.create(extra_body=fields, **options).choices[0].text for fields in asked]
+    assert texts[0] == "<|mark|>" * 3 and texts[1] == texts[2] == "BBB"
 
 
 def test_texts_and_chats_are_tokenized_as_prompts_are(client, port):
