@@ -31,6 +31,16 @@ def open_decoder(devices, sums, dtype=jnp.bfloat16) -> Decoder:
     return decoder
 
 
+@pytest.fixture
+def exact_products():
+    """Products of float32 arrays in float32: TF32 rounds near ties of greedy tokens differently in two programs."""
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")  # for all threads: engines trace in their own
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
+
+
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}])
 def test_loops_of_steps_sample_the_tokens_of_single_steps(settings):
     decoder = open_decoder(jax.devices()[:1], "never", jnp.float32)
@@ -47,6 +57,7 @@ def test_loops_of_steps_sample_the_tokens_of_single_steps(settings):
     assert texts[8] == texts[1]
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("guesses", ["n-gram", "draft model"])
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9}])
 def test_loops_of_steps_with_drafts_give_the_tokens_of_single_ones(guesses, settings):
