@@ -79,12 +79,12 @@ def predict(row: dict[str, Any]) -> float | None:
 def usual_rows(script: str) -> list[dict[str, Any]]:
     """Return the newest rows of ours with complete overrides in a file of `benchmarks/results`.
 
-    Rows of what the planner does not predict are left out: blockwise FP8, other XLA options than ours, and tensor
-    parallelism or fsdp whose overlap is off.
+    Rows of what the planner does not predict are left out: blockwise FP8, a packed base, other XLA options than ours,
+    and tensor parallelism or fsdp whose overlap is off.
     """
     ours = [row for row in read(RESULTS / f"{script}.jsonl") if row["implementation"] == "jaxstack"]
     whole = [row for row in ours if any("model.preset=" in o for o in row.get("overrides", ()))]
-    usual = [row for row in whole if not re.search(r"blockwise|'xla_|=never", str(row["overrides"]))]
+    usual = [row for row in whole if not re.search(r"blockwise|packed_base|'xla_|=never", str(row["overrides"]))]
     timed = [row for row in usual if "milliseconds" in row]
     return list({(row["work"], row.get("variant"), row["devices"]): row for row in timed}.values())
 
