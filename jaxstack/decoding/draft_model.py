@@ -348,10 +348,10 @@ class DraftPrograms:
         last = jnp.arange(len(each)) % self.width == self.width - 1
         each = each.at[:, Column.STORE].set(jnp.where(last, each[:, Column.STORE], self.target.slots))
         each = each if chunks is None else jnp.concatenate([each, chunks])
-        if changes is not None:
-            logits = change_logits(logits, each, changes)
         if mask is not None:
             logits = apply_bitmask(logits, mask)
+        if changes is not None:
+            logits = change_logits(logits, each, changes)
         count = drafted.size
 
         def verify(logits: jax.Array, guessed: jax.Array, mode: Mode) -> jax.Array:

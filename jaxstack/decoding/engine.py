@@ -25,7 +25,7 @@ from jaxstack.decoding.draft_choice import DraftChoice
 from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.draft_runner import DraftRunner
 from jaxstack.decoding.mtp_draft import PredictionPrograms, draft_cache_bytes, predicts_tokens
-from jaxstack.decoding.pages import PagePool
+from jaxstack.decoding.pages import ROOT, PagePool, salted_root
 from jaxstack.decoding.requests import Constraint, FinishReason, Request, until_end, until_end_of_constraint
 from jaxstack.decoding.runner import EngineState, EngineStats, Runner
 from jaxstack.decoding.sampling import Sampling
@@ -190,6 +190,7 @@ class Engine:
         answer: Sequence[int] = (),
         priority: int = 0,
         adapter: str | None = None,
+        cache_salt: str | None = None,
     ) -> Request:
         """Submit a prompt for generation; return the request, which yields the answer's tokens as they are generated.
 
@@ -204,6 +205,7 @@ class Engine:
           answer: first tokens of the answer, which count for `max_tokens`: it goes on as if they had been sampled.
           priority: requests with a lower number start first.
           adapter: name of the adapter to generate it with; None: none.
+          cache_salt: share cached prefixes only with requests that have the same; None: with those that have none.
 
         Raises:
           ConfigError: there is no such adapter; the prompt is empty, has unknown ids, or is too long with its answer;
@@ -212,7 +214,7 @@ class Engine:
           EngineClosed: the engine is shutting down, or has failed.
         """
         self.check_prompt(prompt, max_tokens)
-        self._check_sampling(sampling, max_tokens, constraint)
+        self._check_sampling(sampling, max_tokens)
         with self._changed:
             placed = None if adapter is None else self.adapters.find(adapter)
             request = Request(
@@ -226,6 +228,7 @@ class Engine:
                 answer=answer,
                 priority=priority,
             )
+            request.root = salted_root(ROOT if placed is None else placed.root, cache_salt)
             if placed is not None:
                 request.adapter = placed
                 self._adapted.add(request)
@@ -273,7 +276,7 @@ class Engine:
             running = [request.adapter for request in self._adapted if request.finish_reason is None]
         return {adapter.number for adapter in running if adapter is not None}
 
-    def embed(self, prompt: Sequence[int], *, priority: int = 0) -> Request:
+    def embed(self, prompt: Sequence[int], *, priority: int = 0, cache_salt: str | None = None) -> Request:
         """Submit a prompt whose hidden states are summed up; return a request that ends after one token.
 
         Raises:
@@ -284,6 +287,7 @@ class Engine:
             raise ConfigError("embeddings need an engine whose programs and shapes are chosen by its configuration.")
         request = Request(list(map(operator.index, prompt)), 1, Sampling(0), cancel=self._cancel, priority=priority)
         request.pools = True
+        request.root = salted_root(ROOT, cache_salt)
         return self._enqueue(request)
 
     def _enqueue(self, request: Request) -> Request:
@@ -321,7 +325,7 @@ class Engine:
             raise ConfigError(f"max_tokens must be at least 1; found {max_tokens}.")
         self.model.check_ids([prompt])
 
-    def _check_sampling(self, sampling: Sampling | None, max_tokens: int, constraint: Constraint | None) -> None:
+    def _check_sampling(self, sampling: Sampling | None, max_tokens: int) -> None:
         if sampling is None:
             return
         self._check_scores(sampling.logprobs, "logprobs", not self.programs.scores)
@@ -335,10 +339,6 @@ class Engine:
             raise ConfigError(f"logit_bias must name ids below {self.vocab_size}, their number; found {unknown}.")
         if sampling.min_tokens > max_tokens:
             raise ConfigError(f"min_tokens must be at most max_tokens ({max_tokens}); found {sampling.min_tokens}.")
-        if sampling.min_tokens and constraint is not None:
-            raise ConfigError(
-                "min_tokens cannot be kept by an answer of a given form, which may have to end earlier; leave out one."
-            )
 
     def _check_scores(self, count: int | None, name: str, possible: bool) -> None:
         if count is not None and not 0 <= count <= MOST_LIKELIEST:

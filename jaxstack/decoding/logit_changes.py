@@ -69,14 +69,20 @@ def put_changes(state: LogitChanges, slot: Int[Array, ""], row: LogitChanges) ->
 def change_logits(
     logits: Float[Array, "R V"], rows: Int[Array, "R columns"], state: LogitChanges
 ) -> Float[Array, "R V"]:
-    """Return the logits of a step as its requests change them; those of other requests stay as they are."""
+    """Return the logits of a step as its requests change them; those of other requests stay as they are.
+
+    A token that ends an answer before its minimum length is forbidden, unless all others are: those with a logit of
+    -inf, such as tokens that a constraint does not allow.
+    """
     slots = rows[:, Column.SLOT]
     counts = state.counts[slots]
     presence, frequency, repetition, least = (x[:, None] for x in state.settings[slots].T)
     often = counts & (_IN_PROMPT - 1)
     seen = (counts & (_ENDS - 1)) > 0
     x = logits + state.bias[slots]
-    x = jnp.where((counts >= _ENDS) & (rows[:, Column.INDEX, None] < least), -jnp.inf, x)
+    early = (counts >= _ENDS) & (rows[:, Column.INDEX, None] < least)
+    goes_on = jnp.any(~early & (x > -jnp.inf), -1, keepdims=True)
+    x = jnp.where(early & goes_on, -jnp.inf, x)
     x = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
     x = x - frequency * often - presence * (often > 0)
     return jnp.where(rows[:, Column.CHANGED, None] > 0, x, logits)

@@ -17,6 +17,20 @@ import numpy as np
 
 ROOT = b""
 """Digest of the empty prefix; adapters have others."""
+_SALTED = b"cache salt"
+"""Sets salted roots apart from the digests of pages."""
+
+
+def salted_root(root: bytes, salt: str | None) -> bytes:
+    """Return the digest of the empty prefix for the prompts of one salt, which share no pages with others.
+
+    Args:
+      root: that without a salt.
+      salt: any text; None: no salt.
+    """
+    if salt is None:
+        return root
+    return hashlib.blake2b(root + b"\0" + salt.encode(), digest_size=16, person=_SALTED).digest()
 
 
 def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -70,6 +70,7 @@ class Request:
 
     Attributes:
       adapter: the adapter that its tokens are computed with, which the engine sets; None: none.
+      root: digest of the empty prefix, which the engine sets: requests with the same share the pages of equal tokens.
       times: when it reached its stages.
       cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
       finish_reason: None until the answer has ended.
@@ -121,6 +122,7 @@ class Request:
         self.constraint = constraint
         self.priority = priority
         self.adapter: PlacedAdapter | None = None
+        self.root = ROOT
         self.pools = False
         self.pooled: Float[np.ndarray, "2 D"] | None = None
         self.times = Times()
@@ -191,11 +193,6 @@ class Request:
     def count(self) -> int:
         """Number of tokens of the answer so far."""
         return len(self.tokens) - len(self.prompt)
-
-    @property
-    def root(self) -> bytes:
-        """Digest of the empty prefix: requests with the same may share the pages of equal tokens."""
-        return ROOT if self.adapter is None else self.adapter.root
 
     @property
     def computes_prompt(self) -> bool:

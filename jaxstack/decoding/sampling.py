@@ -38,7 +38,7 @@ class Sampling:
       repetition_penalty: divisor of the positive logits of tokens that the prompt or the answer has, and factor of the
         negative ones (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
       logit_bias: what is added to the logits of tokens, by their ids.
-      min_tokens: number of tokens before which no stop token is sampled.
+      min_tokens: number of tokens before which no stop token is sampled, unless a constraint leaves no other.
       logprobs: number of likeliest tokens to score beside each token of the answer; None: the answer has no scores.
       prompt_logprobs: the same for the prompt, all of whose tokens are then computed, cached or not.
     """

@@ -444,7 +444,7 @@ class Programs:
 
         With `changes` samples are rows of `pack_scores`, of the logits before they are changed.
         """
-        changed = logits if changes is None else change_logits(logits, rows, changes)
+        changed = logits if changes is None else change_logits(self._limit(logits, mask), rows, changes)
         samples = self._sample_tokens(changed, rows, mask, mode)
         if changes is not None:
             changes = count_tokens(changes, rows, self._tokens(samples))
@@ -461,15 +461,17 @@ class Programs:
         self, logits: Float[Array, "R V"], rows: Int[Array, "R columns"], mask: Int[Array, "R words"] | None, mode: Mode
     ) -> Int[Array, "R ..."]:
         """Sample a token for each row, with the sampling settings in the row's description."""
-        limited = limit_vocabulary(logits, self.vocab_size)
-        if mask is not None:
-            limited = apply_bitmask(limited, mask)
         settings = sampling_of(rows)
-        tokens = sample_rows(limited, settings, mode)
+        tokens = sample_rows(self._limit(logits, mask), settings, mode)
         if not self.scores:
             return tokens
         scores = log_probabilities(logits, tokens, settings)
         return jnp.stack([tokens, jax.lax.bitcast_convert_type(scores, jnp.int32)], axis=-1)
+
+    def _limit(self, logits: Float[Array, "R V"], mask: Int[Array, "R words"] | None) -> Float[Array, "R V"]:
+        """Set the logits of ids that must not be sampled to -inf."""
+        limited = limit_vocabulary(logits, self.vocab_size)
+        return limited if mask is None else apply_bitmask(limited, mask)
 
     def _tokens(self, samples: Int[Array, "R ..."]) -> Int[Array, " R"]:
         """Return the tokens of samples."""

@@ -44,9 +44,9 @@ class EngineGroup:
         """Submit a request to the engine with the fewest requests; arguments and result are as in `Engine.submit`."""
         return self._choose(lambda engine: engine.submit(prompt, max_tokens, sampling, **options))
 
-    def embed(self, prompt: Sequence[int], *, priority: int = 0) -> Request:
+    def embed(self, prompt: Sequence[int], **options: Any) -> Request:
         """Submit a prompt to the engine with the fewest requests, as `Engine.embed` does."""
-        return self._choose(lambda engine: engine.embed(prompt, priority=priority))
+        return self._choose(lambda engine: engine.embed(prompt, **options))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

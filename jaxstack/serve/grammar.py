@@ -1,4 +1,4 @@
-"""Structured output: constrains answers to a JSON schema, a regular expression, choices, a Lark grammar, or given ids.
+"""Structured output: constrains answers to a JSON schema, a regular expression, choices, or a Lark grammar.
 
 Grammars are compiled by the library llguidance, which the extra `serve` installs.
 """
@@ -118,26 +118,6 @@ _FREE_SECONDS = 1.0
 _SECONDS_PER_TOKEN = 0.005
 """Limit on the time of the processor for the constraint of an answer: so much at once, and so much for each token. The
 engine computes for no other answer in this time."""
-
-
-class AllowedTokens:
-    """Constraint of an answer to some tokens, at each place.
-
-    Args:
-      tokens: their ids.
-    """
-
-    def __init__(self, tokens: Collection[int]):
-        bits = np.zeros(32 * (max(tokens) // 32 + 1), np.uint8)
-        bits[[*tokens]] = 1
-        self._words = np.packbits(bits, bitorder="little").view("<i4")
-
-    def fill_mask(self, mask: np.ndarray) -> None:
-        mask[:] = 0
-        mask[: len(self._words)] = self._words
-
-    def accept(self, token: int) -> bool:
-        return True
 
 
 class GrammarConstraint:

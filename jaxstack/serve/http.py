@@ -36,22 +36,23 @@ from jaxstack.serve.pair_scores import (
     rerank_body,
     score_body,
 )
-from jaxstack.serve.pooling import ClassifyRequest, PoolingRequest, classify_body, pooling_body
-from jaxstack.serve.protocol import (
-    CompletionRequest,
+from jaxstack.serve.pooling import (
+    ClassifyRequest,
     EmbeddingRequest,
-    Envelope,
-    GenerationRequest,
+    PoolingRequest,
+    classify_body,
     embedding_body,
+    pooling_body,
 )
+from jaxstack.serve.protocol import CompletionRequest, Envelope, GenerationRequest
 from jaxstack.serve.refusals import HANDLERS, Refused, refuse_on_error, until_ending
+from jaxstack.serve.request_fields import PromptRequest
+from jaxstack.serve.request_ids import RequestIds, id_of, name_request
 from jaxstack.serve.responses import ResponseEnvelope, ResponsesRequest
-from jaxstack.serve.submission import Submissions
+from jaxstack.serve.submission import COMPLETION_TOKENS, Submissions
 from jaxstack.serve.tasks import unless
 from jaxstack.serve.tokenization import DetokenizeRequest, TokenizeRequest, tokenize_body
 
-_COMPLETION_TOKENS = 16
-"""Token limit of a completion without `max_tokens`, as OpenAI has it."""
 _PAGE = Path(__file__).with_name("chat.html")
 
 R = TypeVar(
@@ -138,6 +139,7 @@ class Server:
         )
         self.app.router.redirect_slashes = False  # behind a router a redirection would name this process's address
         check_hosts(self.app, self.config, loopback=loopback)
+        self.app.add_middleware(RequestIds)
 
     def end(self) -> None:
         """Refuse all requests from now on, the running ones included (status 503); to be called in the event loop."""
@@ -205,30 +207,33 @@ class Server:
         body = await self._parse(request, CompletionRequest)
         texts = body.prompts
         self._submissions.check_count(body.samples * len(texts))
-        prompts = await self._submissions.encode(texts)
+        prompts = await self._submissions.encode(texts, kept=self._submissions.kept_of_prompt(body, body.max_tokens))
         longest = max(map(len, prompts), default=0)
-        limit = max(1, min(_COMPLETION_TOKENS, self.engine.context - longest))
+        limit = max(1, min(COMPLETION_TOKENS, self.engine.context - longest))
         limit = limit if body.max_tokens is None else body.max_tokens
+        begun = texts if body.truncate_prompt_tokens is None else prompts
         answers = await self._submissions.submit(
-            body, prompts, limit, body.stops, frozenset(), texts if body.echo else None
+            body, prompts, limit, body.stops, frozenset(), begun if body.echo else None
         )
-        return await self._answer(request, body, answers, Envelope(body.model or self.name, chat=False))
+        envelope = Envelope(body.model or self.name, id_of(request), chat=False)
+        return await self._answer(request, body, answers, envelope)
 
     async def _complete_chat(self, request: Request) -> Response:
         body = await self._parse(request, ChatRequest)
-        return await self._answer(
-            request, body, await self._submissions.submit_chat(body), Envelope(body.model or self.name, chat=True)
-        )
+        envelope = Envelope(body.model or self.name, id_of(request), chat=True)
+        return await self._answer(request, body, await self._submissions.submit_chat(body), envelope)
 
     async def _respond(self, request: Request) -> Response:
         body = await self._parse(request, ResponsesRequest)
         answers = await self._submissions.submit_chat(refuse_on_error(lambda: body.as_chat_request))
-        return await self._write(request, answers, ResponseEnvelope(body.model or self.name, body), body.stream)
+        envelope = ResponseEnvelope(body.model or self.name, id_of(request), body)
+        return await self._write(request, answers, envelope, body.stream)
 
     async def _message(self, request: Request) -> Response:
         body = await self._parse(request, MessagesRequest)
         answers = await self._submissions.submit_chat(refuse_on_error(lambda: body.as_chat_request))
-        return await self._write(request, answers, MessageEnvelope(body.model or self.name, body), body.stream)
+        envelope = MessageEnvelope(body.model or self.name, id_of(request), body)
+        return await self._write(request, answers, envelope, body.stream)
 
     async def _count_tokens(self, request: Request) -> Response:
         body = await self._parse(request, CountRequest)
@@ -265,7 +270,7 @@ class Server:
 
     async def _classify(self, request: Request) -> Response:
         body = await self._parse(request, ClassifyRequest)
-        return JSONResponse(classify_body(self.name, *await self._classify_texts(request, body)))
+        return JSONResponse(classify_body(self.name, id_of(request), *await self._classify_texts(request, body)))
 
     async def _pool(self, request: Request) -> Response:
         body = await self._parse(request, PoolingRequest)
@@ -274,7 +279,8 @@ class Server:
             found = list(np.array(scores)[:, None])
         else:
             found, tokens = await self._embed_for(request, body, normalized=body.use_activation is not False)
-        written = pooling_body(self.name, found, tokens, base64=body.encoding_format == "base64")
+        base64 = body.encoding_format == "base64"
+        written = pooling_body(self.name, id_of(request), found, tokens, base64=base64)
         return JSONResponse(written)
 
     async def _classify_texts(self, request: Request, body: ClassifyRequest) -> tuple[list[float], int]:
@@ -308,12 +314,13 @@ class Server:
 
     async def _score(self, request: Request) -> Response:
         body = await self._parse(request, ScoreRequest)
-        return JSONResponse(score_body(self.name, *await self._score_pairs(request, body, body.text_1, body.text_2)))
+        scores, tokens = await self._score_pairs(request, body, body.text_1, body.text_2)
+        return JSONResponse(score_body(self.name, id_of(request), scores, tokens))
 
     async def _rerank(self, request: Request) -> Response:
         body = await self._parse(request, RerankRequest)
         scores, tokens = await self._score_pairs(request, body, [body.query], body.documents)
-        return JSONResponse(rerank_body(self.name, body, scores, tokens))
+        return JSONResponse(rerank_body(self.name, id_of(request), body, scores, tokens))
 
     async def _score_pairs(
         self, request: Request, body: ScoreRequest | RerankRequest, first: Sequence[str], second: Sequence[str]
@@ -330,12 +337,15 @@ class Server:
         self._check_unadapted(body.model)
         self._submissions.check_count(len(second))
         pairs = zip([*first] * (len(second) // len(first)), second, strict=True)
-        self._submissions.check_length([*first, *second])
+        kept = self._submissions.kept_of_text(body)
+        if kept is None:
+            self._submissions.check_length([*first, *second])
         try:
             prompts = await asyncio.to_thread(lambda: [classifier.encode(*pair) for pair in pairs])
         except JaxstackError as error:
             raise Refused(400, str(error)) from None
-        pooled = await self._submissions.pool(request, prompts, priority=body.priority or 0)
+        prompts = prompts if kept is None else [*map(kept.cut, prompts)]
+        pooled = await self._submissions.pool(request, prompts, body)
         return classify(classifier, [last for _, last in pooled], body.use_activation), sum(map(len, prompts))
 
     async def _embed_texts(
@@ -362,8 +372,8 @@ class Server:
         """
         self._check_unadapted(body.model)
         self._submissions.check_count(len(texts))
-        prompts = await self._submissions.encode(texts)
-        pooled = await self._submissions.pool(request, prompts, priority=body.priority or 0)
+        prompts = await self._submissions.encode(texts, kept=self._submissions.kept_of_text(body))
+        pooled = await self._submissions.pool(request, prompts, body)
         return pooled, sum(map(len, prompts))
 
     def _check_unadapted(self, name: str | None) -> None:
@@ -378,6 +388,7 @@ class Server:
         """
         body = await read_json(request, kind, self.config)
         self._submissions.find_adapter(body.model)
+        name_request(request, body.request_id if isinstance(body, PromptRequest | ResponsesRequest) else None)
         return body
 
     async def _answer(

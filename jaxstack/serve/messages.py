@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,8 +11,8 @@ from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component
 from jaxstack.serve.answers import Answers, usage_of
 from jaxstack.serve.chat_request import ChatRequest
-from jaxstack.serve.protocol import drop_neutral
 from jaxstack.serve.refusals import Refused, messages_error
+from jaxstack.serve.request_fields import drop_neutral
 from jaxstack.serve.token_details import Part
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {"container": (None,), "mcp_servers": (None, [])}
@@ -272,8 +271,8 @@ class MessagesRequest(CountRequest):
 class MessageEnvelope:
     """Builds the JSON response and the stream events for one request to /v1/messages."""
 
-    def __init__(self, model: str, request: MessagesRequest):
-        self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
+    def __init__(self, model: str, request_id: str, request: MessagesRequest):
+        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._stops = request.stop_sequences or ()
 
     def whole(self, answers: Answers, part: Part) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Scores of pairs of texts, and documents ranked by them, in the forms of vLLM's and Jina's APIs."""
 
 import dataclasses
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -10,11 +9,9 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
-from jaxstack.config.base import Component
-from jaxstack.serve.protocol import drop_neutral
+from jaxstack.serve.request_fields import PromptRequest, drop_neutral
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "truncate_prompt_tokens": (None,),
     "encoding_format": ("float", None),
     "instruction": ("", None),
 }
@@ -53,16 +50,12 @@ def _as_documents(given: object) -> object:
     return _as_texts([item["text"] if isinstance(item, dict) and item.keys() == {"text"} else item for item in given])
 
 
-class _PairRequest(Component):
+class _PairRequest(PromptRequest):
     """Fields that requests for scores of pairs have in common."""
 
-    model: str | None = None
-    """Name of the model, as /v1/models gives it."""
     use_activation: bool | None = None
     """False: scores of a sequence classifier as they are; otherwise they are mapped to 0 to 1 by the logistic function.
     Cosines of embeddings are always as they are."""
-    priority: int | None = None
-    """Requests with a lower number start first, 0 by default."""
 
     @model_validator(mode="before")
     @classmethod
@@ -121,14 +114,16 @@ def classify(
     return (scores if use_activation is False else 0.5 * (1 + np.tanh(scores / 2))).tolist()
 
 
-def score_body(model: str, scores: Sequence[float], tokens: int) -> dict[str, Any]:
+def score_body(model: str, request_id: str, scores: Sequence[float], tokens: int) -> dict[str, Any]:
     """Return the response to a request for scores: one of each pair, and the number of their tokens."""
     data = [{"index": number, "object": "score", "score": score} for number, score in enumerate(scores)]
-    head = {"id": f"score-{secrets.token_hex(12)}", "object": "list", "created": int(time.time()), "model": model}
+    head = {"id": f"score-{request_id}", "object": "list", "created": int(time.time()), "model": model}
     return {**head, "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
 
-def rerank_body(model: str, request: RerankRequest, scores: Sequence[float], tokens: int) -> dict[str, Any]:
+def rerank_body(
+    model: str, request_id: str, request: RerankRequest, scores: Sequence[float], tokens: int
+) -> dict[str, Any]:
     """Return the response to a request to rank documents: the best first, with their scores."""
     order = sorted(range(len(scores)), key=lambda number: -scores[number])[: request.top_n or None]
     results = [
@@ -136,5 +131,5 @@ def rerank_body(model: str, request: RerankRequest, scores: Sequence[float], tok
         | ({} if request.return_documents is False else {"document": {"text": request.documents[number]}})
         for number in order
     ]
-    head = {"id": f"rerank-{secrets.token_hex(12)}", "model": model}
+    head = {"id": f"rerank-{request_id}", "model": model}
     return {**head, "results": results, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}

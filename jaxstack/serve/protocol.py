@@ -4,18 +4,16 @@ import json
 import re
 import secrets
 import time
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-import numpy as np
-from jaxtyping import Float
 from pydantic import BeforeValidator, Field, model_validator
 
 from jaxstack.config.base import Component
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.scores import MOST_LIKELIEST
 from jaxstack.serve.grammar import Kind
+from jaxstack.serve.request_fields import IGNORED, PromptRequest, as_prompts, check_prompt, drop_neutral
 from jaxstack.serve.token_details import Part
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -32,7 +30,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (False, None),
     "continue_final_message": (False, None),
     "documents": ([], None),
-    "bad_words": ([], None),
     "function_call": ("none", None),
 }
 """Fields of other servers that are not supported here, with the values that are accepted: those that do nothing."""
@@ -44,32 +41,14 @@ _NEUTRAL_IN_OUTPUTS: dict[str, tuple[object, ...]] = {
     "structural_tag": (None,),
 }
 """The same for fields of `structured_outputs`."""
-_IGNORED = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Fields that are accepted and ignored, because they do not change the answer."""
 
 
 _MOST_STOPS = 64
 """Largest number of texts that end an answer: each is looked for after every token."""
 Choices: TypeAlias = Annotated[list[str], Field(max_length=10_000, fail_fast=True)]
 """The possible answers of a request."""
-
-
-def _check_prompt(prompt: object) -> object:
-    """Check that a prompt is a text, token ids, or a list of either; name the first wrong item only."""
-    if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt, list):
-        raise ValueError("it must be a text, a list of token ids, or a list of texts or of lists of token ids")
-    if not prompt:
-        raise ValueError("it must have at least one text or token id")
-    kind = type(prompt[0])
-    for place, item in enumerate(prompt):
-        ids = item if isinstance(item, list) else ()
-        if kind not in (str, int, list) or type(item) is not kind or any(type(token) is not int for token in ids):
-            raise ValueError(
-                f"it must be a text, token ids (whole numbers), or a list of either; item {place} does not fit"
-            )
-    return prompt
+Words: TypeAlias = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=10_000, fail_fast=True)]
+"""Texts with at least one character each."""
 
 
 def _check_stop(stop: object) -> object:
@@ -99,36 +78,6 @@ def _check_bias(bias: object) -> object:
             raise ValueError(f"it must map token ids to numbers from -100 to 100; found {str(token)[:100]!r}: {shown}")
         found[int(token)] = float(value)
     return found
-
-
-def drop_neutral(
-    fields: object,
-    neutral: Mapping[str, tuple[object, ...]],
-    ignored: Sequence[str],
-    reasons: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Return the fields of a body without those that ask for nothing, such as all that are null.
-
-    Args:
-      fields: the body.
-      neutral: fields that are not supported, with the values that are accepted.
-      ignored: fields that are accepted with any value.
-      reasons: why fields are not supported, and the way out; by default the way out is to leave a field out.
-
-    Raises:
-      ValueError: it is no JSON object, or has a field that is not supported.
-    """
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"it must be a JSON object; found a value of type {type(fields).__name__}")
-    for name, known in neutral.items():
-        if name in fields and not _is_one_of(fields[name], known):
-            raise ValueError(f"{name} is not supported; {(reasons or {}).get(name, 'leave it out')}")
-    # Clients that write out every field of their types send null for those that are not set.
-    return {
-        name: value
-        for name, value in fields.items()
-        if value is not None and name not in neutral and name not in ignored
-    }
 
 
 class StreamOptions(Component):
@@ -202,11 +151,9 @@ class StructuredOutputs(Component):
         return drop_neutral(fields, _NEUTRAL_IN_OUTPUTS, ())
 
 
-class GenerationRequest(Component):
+class GenerationRequest(PromptRequest):
     """Fields that the request bodies of /v1/completions and /v1/chat/completions have in common."""
 
-    model: str | None = None
-    """Name of the model, as /v1/models gives it."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Token limit of each answer."""
     temperature: float | None = Field(default=None, ge=0)
@@ -231,6 +178,8 @@ class GenerationRequest(Component):
     """False: the answer has the names of special tokens too, except for one that ended it, as vLLM has it."""
     allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)] | None = None
     """The only ids that the answer may have, as vLLM has it."""
+    bad_words: Words | None = None
+    """Texts that the answer must not have, by their tokens, as vLLM has it."""
     ignore_eos: bool | None = None
     """Go on after the ids that end a text, up to max_tokens."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -245,8 +194,6 @@ class GenerationRequest(Component):
     """Number of tokens before which the answer does not end by itself."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
     """Log-probabilities of the tokens of the prompt, each with those of this many likeliest tokens, as vLLM has it."""
-    priority: int | None = None
-    """Requests with a lower number start first, 0 by default, as vLLM has it."""
     return_token_ids: bool | None = None
     """Return the ids of the prompt's and the answer's tokens, as vLLM has it."""
     stream: bool | None = None
@@ -270,7 +217,7 @@ class GenerationRequest(Component):
     @classmethod
     def _drop_neutral(cls, fields: object) -> object:
         own = cls.model_fields
-        return drop_neutral(fields, {name: known for name, known in _NEUTRAL.items() if name not in own}, _IGNORED)
+        return drop_neutral(fields, {name: known for name, known in _NEUTRAL.items() if name not in own}, IGNORED)
 
     @model_validator(mode="after")
     def _prompt_is_scored_at_once(self) -> "GenerationRequest":
@@ -342,15 +289,10 @@ class GenerationRequest(Component):
         return found[0] if found else None
 
 
-def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
-    """Return True if `value` is one of the `neutral` values, which change nothing; 0 and False differ here."""
-    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
-
-
 class CompletionRequest(GenerationRequest):
     """JSON body of a request to /v1/completions."""
 
-    prompt: Annotated[Any, BeforeValidator(_check_prompt)]
+    prompt: Annotated[Any, BeforeValidator(check_prompt)]
     """A text or its token ids, or a list of either."""
     max_tokens: int | None = Field(default=None, ge=0)
     """Token limit of each answer; 0, with echo: the prompt alone."""
@@ -388,60 +330,16 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts of the request, each a text or a list of token ids."""
-        return _as_prompts(self.prompt)
-
-
-class EmbeddingRequest(Component):
-    """JSON body of a request to /v1/embeddings."""
-
-    model: str | None = None
-    """Name of the model, as /v1/models gives it."""
-    input: Annotated[Any, BeforeValidator(_check_prompt)]
-    """A text or its token ids, or a list of either."""
-    encoding_format: Literal["float", "base64"] | None = None
-    """Numbers, or the bytes of little-endian float32 in Base64."""
-    dimensions: int | None = None
-    """Only the model's hidden size."""
-    priority: int | None = None
-    """Requests with a lower number start first, 0 by default."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, fields: object) -> object:
-        return drop_neutral(fields, {}, _IGNORED)
-
-    @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        """The texts of the request, each a text or a list of token ids."""
-        return _as_prompts(self.input)
-
-
-def encode_vector(vector: Float[np.ndarray, " D"], *, base64: bool) -> str | list[float]:
-    """Return a vector for JSON: its numbers, or their bytes as little-endian float32 in Base64."""
-    return b64encode(vector.astype("<f4").tobytes()).decode() if base64 else vector.tolist()
-
-
-def embedding_body(
-    model: str, vectors: Sequence[Float[np.ndarray, " D"]], tokens: int, *, base64: bool
-) -> dict[str, Any]:
-    """Return the response to a request for embeddings: a vector for each text, and the number of their tokens."""
-    written = [encode_vector(vector, base64=base64) for vector in vectors]
-    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written)]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": model, "usage": usage}
-
-
-def _as_prompts(prompt: Any) -> Sequence[str | list[int]]:
-    return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+        return as_prompts(self.prompt)
 
 
 class Envelope:
     """Builds the JSON responses and stream events for one request to the completion or chat route."""
 
-    def __init__(self, model: str, *, chat: bool):
+    def __init__(self, model: str, request_id: str, *, chat: bool):
         self._model = model
         self._chat = chat
-        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
         self._created = int(time.time())
 
     def whole(

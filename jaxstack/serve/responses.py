@@ -14,8 +14,8 @@ from jaxstack.config.loader import build_component
 from jaxstack.decoding.scores import MOST_LIKELIEST
 from jaxstack.serve.answers import Answers, usage_of
 from jaxstack.serve.chat_request import ChatRequest
-from jaxstack.serve.protocol import drop_neutral
 from jaxstack.serve.refusals import Refused
+from jaxstack.serve.request_fields import RequestId, drop_neutral
 from jaxstack.serve.token_details import Part, TokenDetails
 from jaxstack.serve.tools import Function
 
@@ -24,7 +24,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "conversation": (None,),
     "background": (False, None),
     "prompt": (None,),
-    "truncation": ("disabled", None),
     "max_tool_calls": (None,),
     "context_management": (None, []),
 }
@@ -38,6 +37,10 @@ _IGNORED = (
 """Fields that are accepted and ignored, because they do not change the answer. No response is stored."""
 LOG_PROBABILITIES = "message.output_text.logprobs"
 """The entry of `include` that asks for log-probabilities."""
+_SAME = (
+    "model", "temperature", "top_p", "seed", "parallel_tool_calls", "chat_template_kwargs", "priority", "cache_salt",
+)  # fmt: skip
+"""Fields that mean the same in requests for chats."""
 _PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
@@ -211,6 +214,12 @@ class ResponsesRequest(Component):
     """Further variables of the chat template; no field of OpenAI's."""
     priority: int | None = None
     """Requests with a lower number start first, 0 by default; no field of OpenAI's."""
+    cache_salt: str | None = Field(default=None, min_length=1)
+    """Chats share cached prefixes only with those of the same text here; no field of OpenAI's."""
+    request_id: RequestId = None
+    """Text that the id of the response contains; no field of OpenAI's."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto: leave out the beginning of a chat that is too long; otherwise it is refused."""
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     """Further fields of the answer: `message.output_text.logprobs`, the log-probabilities of its tokens; others are
     ignored."""
@@ -272,9 +281,9 @@ class ResponsesRequest(Component):
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "logprobs": self.scored,
             "top_logprobs": self.top_logprobs,
+            "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
         }
-        same = ("model", "temperature", "top_p", "seed", "parallel_tool_calls", "chat_template_kwargs", "priority")
-        return build_component(ChatRequest, fields | {name: getattr(self, name) for name in same}, "the request")
+        return build_component(ChatRequest, fields | {name: getattr(self, name) for name in _SAME}, "the request")
 
 
 def _add_to_answer(messages: list[dict[str, Any]], item: InputItem) -> None:
@@ -300,9 +309,9 @@ def _tools_of(request: ResponsesRequest) -> Sequence[Mapping[str, Any]]:
 class ResponseEnvelope:
     """Builds the JSON response and the stream events for one request to /v1/responses."""
 
-    def __init__(self, model: str, request: ResponsesRequest):
+    def __init__(self, model: str, request_id: str, request: ResponsesRequest):
         self._head = {
-            "id": f"resp_{secrets.token_hex(16)}",
+            "id": f"resp_{request_id}",
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
@@ -323,7 +332,7 @@ class ResponseEnvelope:
             "text": {"format": form},
             "reasoning": {"effort": effort, "summary": None},
             "top_logprobs": request.top_logprobs or 0,
-            "truncation": "disabled",
+            "truncation": request.truncation or "disabled",
             "previous_response_id": None,
             "store": False,
             "metadata": {},

@@ -24,6 +24,7 @@ from jaxstack.serve.engine_choice import KnownEngine, choose, prefix_blocks
 from jaxstack.serve.metrics import add_up, is_metrics, render_router
 from jaxstack.serve.refusals import HANDLERS, Refused, error_event, until_ending, until_gone
 from jaxstack.serve.registration import BEAT_SECONDS, ENGINE_KEY, ROUTE, EngineNotice
+from jaxstack.serve.request_ids import RequestIds
 from jaxstack.serve.tasks import unless
 from jaxstack.serve.upstream import (
     Address,
@@ -99,6 +100,7 @@ class Router:
             exception_handlers=HANDLERS,
         )
         check_hosts(self.app, config, loopback=loopback)
+        self.app.add_middleware(RequestIds)
 
     @property
     def unanswered(self) -> int:

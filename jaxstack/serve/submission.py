@@ -24,14 +24,18 @@ from jaxstack.serve.chat_format import ChatFormatter
 from jaxstack.serve.chat_request import ChatRequest
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
-from jaxstack.serve.grammar import AllowedTokens, GrammarConstraint, Grammars, Kind
+from jaxstack.serve.grammar import GrammarConstraint, Grammars, Kind
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import GenerationRequest
 from jaxstack.serve.refusals import Refused, refuse_on_error, shutting_down, until_gone
+from jaxstack.serve.request_fields import PromptRequest, Truncation
 from jaxstack.serve.tasks import unless
 from jaxstack.serve.token_details import Part, TokenDetails, TokenTexts
 from jaxstack.serve.tools import ToolReader
+from jaxstack.serve.word_limits import AllowedTokens, BadWords, WithoutWords
 
+COMPLETION_TOKENS = 16
+"""Token limit of a completion without `max_tokens`, as OpenAI has it."""
 _MOST_COMPILING = 2
 """Number of grammars that are compiled at the same time."""
 _GRAMMAR_SECONDS = 10.0
@@ -104,8 +108,10 @@ class Submissions:
         self.check_count(body.samples)
         chat, prompt, form = await self.encode_chat(body)
         tools = body.chosen_tools
-        room = max(1, min(self.engine.context - len(prompt), self.config.max_tokens))
-        limit = body.max_completion_tokens or body.max_tokens or room
+        limit = body.max_completion_tokens or body.max_tokens
+        kept = self.kept_of_prompt(body, limit)
+        prompt = prompt if kept is None else kept.cut(prompt)
+        limit = limit or max(1, min(self.engine.context - len(prompt), self.config.max_tokens))
         stops = (*body.stops, *chat.stop)
         return await self.submit(
             body,
@@ -132,7 +138,8 @@ class Submissions:
             )
         messages = refuse_on_error(lambda: [message.as_template_input for message in body.messages])
         tools = body.chosen_tools
-        self.check_length(["".join(message["content"] for message in messages)])
+        if body.truncate_prompt_tokens is None:
+            self.check_length(["".join(message["content"] for message in messages)])
         try:
             form = None
             if tools is not None and not tools.chosen:
@@ -142,15 +149,29 @@ class Submissions:
             raise Refused(400, str(error)) from None
         return chat, prompt, form
 
+    def kept_of_prompt(self, body: PromptRequest, max_tokens: int | None) -> Truncation | None:
+        """Return what stays of a prompt beside an answer of `max_tokens`; None: all of it."""
+        return body.truncation(self.engine.context - max(1, COMPLETION_TOKENS if max_tokens is None else max_tokens))
+
+    def kept_of_text(self, body: PromptRequest) -> Truncation | None:
+        """Return what stays of a text without an answer; None: all of it."""
+        return body.truncation(self.engine.context - 1, "right")
+
     async def pool(
-        self, request: Request, prompts: Sequence[Sequence[int]], *, priority: int = 0
+        self, request: Request, prompts: Sequence[Sequence[int]], body: PromptRequest
     ) -> list[Float[np.ndarray, "2 D"]]:
         """Return the mean of the final hidden states of each prompt, and the last one.
+
+        Args:
+          request: the client's request.
+          prompts: ids of each prompt.
+          body: the request's fields.
 
         Raises:
           Refused: the engine does not accept them, or as `collect`.
         """
-        submitted = self._start(partial(self.engine.embed, prompt, priority=priority) for prompt in prompts)
+        options = {"priority": body.priority or 0, "cache_salt": body.cache_salt}
+        submitted = self._start(partial(self.engine.embed, prompt, **options) for prompt in prompts)
         details = TokenDetails(self._texts, chat=False, logprobs=None, prompt_logprobs=None, ids=False)
         answers = Answers(
             [TextAnswer(one, TextStream(self.tokenizer), details, echo_only=True) for one in submitted],
@@ -165,18 +186,22 @@ class Submissions:
             found.append(one.pooled / [[len(one.prompt)], [1]])
         return found
 
-    async def encode(self, texts: Sequence[str | list[int]], *, opened: bool = True) -> list[list[int]]:
+    async def encode(
+        self, texts: Sequence[str | list[int]], *, opened: bool = True, kept: Truncation | None = None
+    ) -> list[list[int]]:
         """Return the token ids of texts, some of which may be ids already.
 
         Args:
           texts: the texts.
           opened: put the document start before each text, if the server does so (`server.document_start`).
+          kept: what stays of each; None: all of it.
 
         Raises:
           Refused: a text is longer than the context.
         """
-        self.check_length(text for text in texts if isinstance(text, str))
-        return await asyncio.to_thread(lambda: [self._encode(text, opened=opened) for text in texts])
+        if kept is None:
+            self.check_length(text for text in texts if isinstance(text, str))
+        return await asyncio.to_thread(lambda: [self._encode(text, opened, kept) for text in texts])
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, with the names of special tokens.
@@ -217,11 +242,16 @@ class Submissions:
                     "it, or start the server with a longer engine.context.",
                 )
 
-    def _encode(self, prompt: str | list[int], *, opened: bool) -> list[int]:
+    def _encode(self, prompt: str | list[int], opened: bool, kept: Truncation | None) -> list[int]:
         if not isinstance(prompt, str):
-            return prompt
+            return prompt if kept is None else kept.cut(prompt)
         opening = [self.tokenizer.document_start] if opened and self.config.document_start else []
-        return [*opening, *self.tokenizer.encode(prompt).tolist()]
+        most = self._most_characters
+        if kept is None:
+            return [*opening, *self.tokenizer.encode(prompt).tolist()]
+        if most is not None and len(prompt) > most:  # tokens beyond these characters would not be kept
+            prompt = prompt[:most] if kept.side == "right" else prompt[-most:]
+        return kept.cut([*opening, *self.tokenizer.encode(prompt).tolist()], len(opening))
 
     def _echo(self, prompt: str | list[int]) -> tuple[str, int]:
         """Return the text of a prompt and the number of tokens that `_encode` puts before it."""
@@ -274,10 +304,11 @@ class Submissions:
         ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
         stops = ends | frozenset(body.stop_token_ids or ())
         allowed = None if body.allowed_token_ids is None else AllowedTokens(body.allowed_token_ids)
-        constraints = [
-            wrap(await self._constrain(*grammar), stops) if grammar else allowed
-            for _ in range(len(prompts) * body.samples)
-        ]
+        words = await asyncio.to_thread(refuse_on_error, lambda: self._bad_words(body.bad_words))
+        constraints = list[Constraint | None]()
+        for _ in range(len(prompts) * body.samples):
+            form = wrap(await self._constrain(*grammar), stops) if grammar else allowed
+            constraints.append(WithoutWords(words, form) if words else form)
         scores = 0 if body.samples > (body.n or 1) and body.likeliest is None else body.likeliest
         scored = [count for count in (body.prompt_logprobs, body.likeliest if echo else None) if count is not None]
         told = {"logprobs": scores, "prompt_logprobs": max(scored, default=None)}
@@ -294,6 +325,7 @@ class Submissions:
                 constraint=constraint,
                 priority=body.priority or 0,
                 adapter=adapter,
+                cache_salt=body.cache_salt,
             )
             for index, constraint in enumerate(constraints)
         )
@@ -322,6 +354,9 @@ class Submissions:
         answers = Answers(texts, self._metrics, self.config.timeout)
         self._answers.add(answers)
         return answers
+
+    def _bad_words(self, words: Sequence[str] | None) -> BadWords | None:
+        return BadWords(words, self.tokenizer) if words else None
 
     def _text_of(
         self, request: generation.Request, body: GenerationRequest, stop: Sequence[str], readers: Readers

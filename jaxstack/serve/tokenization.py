@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component
 from jaxstack.serve.chat_request import ChatRequest, Message
-from jaxstack.serve.protocol import drop_neutral
+from jaxstack.serve.request_fields import drop_neutral
 from jaxstack.serve.tools import Tool
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {

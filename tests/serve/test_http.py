@@ -58,6 +58,12 @@ WRONG = [
     (COMPLETE, {"prompt": "a", "allowed_token_ids": []}, 400, "allowed_token_ids"),
     (COMPLETE, {"prompt": "a", "allowed_token_ids": [3], "guided_regex": "a"}, 400, "several forms of the answer"),
     (COMPLETE, {"prompt": "a", "stop_token_ids": [2**70]}, 400, "stop_token_ids"),
+    (COMPLETE, {"prompt": "a", "truncate_prompt_tokens": 0}, 400, "the number of tokens to keep, or -1"),
+    (COMPLETE, {"prompt": "a" * 300, "truncate_prompt_tokens": 255, "max_tokens": 2}, 400, "exceeds the context of"),
+    (COMPLETE, {"prompt": "a", "bad_words": [""]}, 400, "bad_words"),
+    (COMPLETE, {"prompt": "a", "bad_words": "a"}, 400, "bad_words"),
+    (COMPLETE, {"prompt": "a", "request_id": "ä"}, 400, "1 to 256 characters of ASCII and no spaces"),
+    (COMPLETE, {"prompt": "a", "cache_salt": ""}, 400, "cache_salt"),
     (COMPLETE, {"prompt": [10**12], "echo": True}, 400, "1000000000000 is outside of the model's vocabulary"),
     (COMPLETE, {"prompt": "\ud800", "echo": True}, 400, "surrogates not allowed"),
     (COMPLETE, {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
@@ -345,6 +351,115 @@ def test_an_answer_has_no_other_tokens_than_those_allowed(client):
     assert all(set(text) == {"a", "B"} and len(text) == 40 for text in texts) and texts[0] != texts[1]
     wide = client.completions.create(extra_body={"allowed_token_ids": [*range(33)] * 2}, **options).choices[0]
     assert set(wide.text.encode()) <= {*range(33)} and len(set(wide.text)) > 10
+
+
+def test_a_prompt_that_is_too_long_is_cut_if_it_is_asked_for(client):
+    """The document start stays at its beginning; of a chat the end is kept, of a text to embed the beginning."""
+    text = "".join(map(chr, range(33, 127))) * 5
+    options = {"model": "tiny", "max_tokens": 6, "temperature": 0}
+
+    def complete(prompt, **fields):
+        return client.completions.create(prompt=prompt, extra_body={"return_token_ids": True, **fields}, **options)
+
+    for asked, kept in (
+        ({"truncate_prompt_tokens": 9}, [256, *text[-8:].encode()]),
+        ({"truncate_prompt_tokens": -1}, [256, *text[-249:].encode()]),
+        ({"truncate_prompt_tokens": 9, "truncation_side": "right"}, [256, *text[:8].encode()]),
+    ):
+        answer = complete(text, **asked)
+        assert answer.choices[0].prompt_token_ids == kept and answer.usage.prompt_tokens == len(kept)
+        assert answer.choices[0].text == complete(kept).choices[0].text
+    assert complete([*text.encode()], truncate_prompt_tokens=3).choices[0].prompt_token_ids == [*text[-3:].encode()]
+    assert complete("ab", truncate_prompt_tokens=9).choices[0].prompt_token_ids == [256, 97, 98]
+    echoed = client.completions.create(prompt=text, echo=True, extra_body={"truncate_prompt_tokens": 4}, **options)
+    assert echoed.choices[0].text.startswith(text[-3:]) and not echoed.choices[0].text.startswith(text[:3])
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 3}
+    body = {"return_token_ids": True, "truncate_prompt_tokens": 40}
+    found = client.chat.completions.create(extra_body=body, **chat)
+    assert bytes(found.prompt_token_ids).endswith(b"assistant\n") and found.usage.prompt_tokens == 40
+    reply = client.responses.create(model="tiny", input=text, truncation="auto", max_output_tokens=3)
+    assert reply.usage.input_tokens == 253 and reply.truncation == "auto"
+
+    def embed(text, **fields):
+        return client.embeddings.create(model="tiny", input=text, extra_body=fields).data[0].embedding
+
+    assert embed(text, truncate_prompt_tokens=9) == embed(text[:8]) != embed(text[:9])
+    assert embed(text, truncate_prompt_tokens=-1) == embed(text[:254])
+
+
+def test_no_bad_word_is_in_an_answer(client):
+    """Whether sampled or likeliest, of one token or several; where nothing is left the answer ends with an error."""
+    options = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": 1}
+
+    def complete(temperature, **fields):
+        return client.completions.create(temperature=temperature, extra_body=fields, **options).choices[0].text
+
+    for temperature in (0, 1):
+        plain = complete(temperature, allowed_token_ids=[97, 98])
+        assert "ab" in plain and "aa" in plain if temperature else plain
+        words = [plain[:2], plain[5:9]]
+        text = complete(temperature, allowed_token_ids=[97, 98], bad_words=words)
+        assert not any(word in text for word in words) and len(text) == 40 and text[0] == plain[0]
+    assert set(complete(1, allowed_token_ids=[97, 98], bad_words=["b", " "])) == {"a"}
+    free = complete(0, bad_words=["never written"])
+    assert free == complete(0) and "l" in free and "l" not in complete(0, bad_words=["l"])
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "temperature": 0}
+    form = {"structured_outputs": {"choice": ["red", "rot"]}, "bad_words": ["re"]}
+    assert client.chat.completions.create(extra_body=form, **chat).choices[0].message.content == "rot"
+    openai = pytest.importorskip("openai")
+    with pytest.raises(openai.BadRequestError, match="bad_words forbid all tokens with which an answer of this form"):
+        client.chat.completions.create(extra_body={**form, "bad_words": ["r"]}, **chat)
+
+
+def test_an_answer_of_a_form_has_its_least_length_where_the_form_allows_it(client):
+    options = {"model": "tiny", "prompt": "x", "max_tokens": 30, "temperature": 0, "logit_bias": {"256": 100}}
+
+    def complete(**fields):
+        return client.completions.create(extra_body=fields, **options).choices[0]
+
+    for form in ({"allowed_token_ids": [97, 256]}, {"structured_outputs": {"regex": "a*"}}):
+        for least in (0, 7):
+            answer = complete(min_tokens=least, **form)
+            assert (answer.text, answer.finish_reason) == ("a" * least, "stop")
+    short = complete(min_tokens=7, structured_outputs={"choice": ["abc"]})
+    assert (short.text, short.finish_reason) == ("abc", "stop")
+    assert complete(min_tokens=7, allowed_token_ids=[256]).text == ""
+    assert complete(min_tokens=7, allowed_token_ids=[97, 98, 256], bad_words=["a", "bb"]).text == "b"
+
+
+def test_the_id_of_a_request_is_that_of_its_answer(client, port):
+    """That of the header goes before that of the body, and both come back in a header, with errors too."""
+    options = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+    own = client.completions.create(extra_body={"request_id": "own-1"}, **options)
+    assert own.id == "cmpl-own-1" and own._request_id == "own-1"
+    headers = {"X-Request-Id": "proxy 7"}
+    sent = client.completions.create(extra_body={"request_id": "own-2"}, extra_headers=headers, **options)
+    assert sent.id == "cmpl-proxy 7" and sent._request_id == "proxy 7"
+    messages = [{"role": "user", "content": "x"}]
+    pieces = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=3, stream=True, extra_headers=headers
+    )
+    assert {piece.id for piece in pieces} == {"chatcmpl-proxy 7"}
+    response = client.responses.create(model="tiny", input="x", max_output_tokens=2, extra_body={"request_id": "r"})
+    assert response.id == "resp_r"
+    first, second = (client.embeddings.create(model="tiny", input="x")._request_id for _ in range(2))
+    assert first != second and len(first) == 32
+    for path, body, status in ((COMPLETE, b"{", 400), ("/v1/nothing", {}, 404)):
+        assert ask(port, path, body, headers=headers)[::2] == (status, ask(port, path, body, headers=headers)[2])
+        assert ask(port, path, body, headers=headers)[2]["x-request-id"] == "proxy 7"
+    status, answer, found = ask(port, COMPLETE, {"prompt": "a", "request_id": "a\nb"})
+    assert status == 400 and "request_id" in answer["error"]["message"] and "\n" not in found["x-request-id"]
+
+
+def test_prompts_of_other_salts_share_no_cached_prefix(client):
+    def cached(**fields):
+        answer = client.completions.create(
+            model="tiny", prompt="s" * 64, max_tokens=2, temperature=0, extra_body=fields
+        )
+        return answer.usage.prompt_tokens_details.cached_tokens, answer.choices[0].text
+
+    found = [cached(cache_salt=salt) for salt in ("one", "one", "two", None, "two", None)]
+    assert [hits for hits, _ in found] == [0, 64, 0, 0, 64, 64] and len({text for _, text in found}) == 1
 
 
 def test_special_tokens_are_named_if_it_is_asked_for(client, monkeypatch):

@@ -1,11 +1,12 @@
 """The page pool: no page leaks or has two owners, prefixes are shared, the least recently used is evicted."""
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from jaxstack.decoding.pages import ROOT, PagePool, page_digest
+from jaxstack.decoding.pages import ROOT, PagePool, page_digest, salted_root
 
 SIZE = 4
 
@@ -84,6 +85,14 @@ def test_a_prefix_is_shared_but_for_the_page_of_the_last_token():
 
 def test_equal_tokens_after_another_prefix_are_another_page():
     assert page_digest(page_digest(ROOT, [1, 2]), [3, 4]) != page_digest(page_digest(ROOT, [2, 1]), [3, 4])
+
+
+def test_no_salt_is_the_digest_of_another_prefix():
+    """Also where it has the bytes of an adapter's root, or those that the digest of a page is made of."""
+    tokens = [1, 2, 3, 4]
+    imitation = np.asarray(tokens, "<i4").tobytes().decode()
+    roots = [salted_root(root, salt) for root in (ROOT, b"adapter 1") for salt in (None, "a", "adapter 1", imitation)]
+    assert len({*roots, page_digest(ROOT, tokens)}) == 9 and salted_root(ROOT, "a") == salted_root(ROOT, "a")
 
 
 def test_the_least_recently_used_page_is_evicted_first_and_a_prefix_from_its_end():

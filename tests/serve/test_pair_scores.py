@@ -40,7 +40,7 @@ def test_scores_are_cosines_of_embeddings(client, engine, port):  # noqa: F811
     assert [*bare["results"][0]] == ["index", "relevance_score"] and idle(engine)
 
 
-def test_a_sequence_classifier_scores_its_own_form_of_a_pair(client, engine):  # noqa: F811
+def test_a_sequence_classifier_scores_its_own_form_of_a_pair(client, engine, port):  # noqa: F811
     """By its head and the last hidden state; mapped by the logistic function unless the request says no."""
     weights = np.random.default_rng(0).normal(size=32).astype(np.float32)
     encoded = list[tuple[str, str]]()
@@ -59,6 +59,10 @@ def test_a_sequence_classifier_scores_its_own_form_of_a_pair(client, engine):  #
     assert encoded == [(QUERY, document) for document in DOCUMENTS]
     _, answer, _ = ask(place, "/rerank", {"query": QUERY, "documents": DOCUMENTS})
     ranked = {entry["index"]: entry["relevance_score"] for entry in answer["results"]}
+    fields = {"text_1": "a", "text_2": "b" * 300, "truncate_prompt_tokens": 9}
+    for listening in (port, place):
+        status, answer, _ = ask(listening, "/score", fields)
+        assert status == 200 and answer["usage"]["prompt_tokens"] == (9 if listening == place else 2 + 9)
     np.testing.assert_allclose([ranked[number] for number in range(3)], 1 / (1 + np.exp(-scores)), rtol=1e-4)
     server.should_exit = True
 
@@ -104,12 +108,10 @@ def test_pooling_returns_embeddings_and_scores_of_texts(client, engine, port):  
         ("/pooling", {"input": "a", "task": "token_embed"}, "token_embed asks for values of each token"),
         ("/pooling", {"input": "a", "dimensions": 5}, "dimensions must be 32"),
         ("/pooling", {"input": []}, "input"),
-        ("/pooling", {"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "as many as text_2; found 2 and 3"),
         ("/score", {"text_1": "a"}, "text_2"),
         ("/score", {"text_1": "a", "text_2": []}, "at least one text"),
         ("/score", {"text_1": "a", "text_2": ["b", 5]}, "item 1 is no text"),
-        ("/score", {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not"),
         ("/score", {"text_1": "a", "text_2": "b" * 300}, "exceeds the context of 256"),
         ("/score", {"text_1": "a", "text_2": ["b"] * 70}, "1 to 64 "),
         ("/rerank", {"query": "a", "documents": "b"}, "it must be a list of texts; found a value of type str"),
