@@ -74,7 +74,7 @@ def without(decoder: Decoder, prompt: list[int], count: int, words: list[bytes])
 
 @pytest.mark.longer
 def test_answers_without_bad_words_are_those_of_the_likeliest_other_tokens():
-    """In an engine with drafts, beside an answer that may have them all; and with the same seed where the words are never written."""
+    """Beside an answer that may have them all; with a seed, words that are never written change nothing."""
     decoder = open_tiny()
     letters = cast(Any, SimpleNamespace(encode=lambda text: np.frombuffer(text.encode("latin-1"), np.uint8)))
     asked = prompts([9, 5])
