@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.errors import ConfigError, nearest
-from jaxstack.models.adapter_stack import AdapterMatrices, add_adapter_stacks
+from jaxstack.models.adapter_stack import AdapterMatrices, LayerSizes, add_adapter_stacks, check_matrices
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parameter_paths import flatten, nest
 
@@ -46,7 +46,7 @@ class AdapterPlaces:
         self._loads = itertools.count(1)
         self._loading = threading.Lock()
         self._placed = dict[str, PlacedAdapter]()
-        self._paths = list[str]()
+        self._layers: Mapping[str, LayerSizes] = {}
         if count:
             self._add_places()
 
@@ -57,7 +57,7 @@ class AdapterPlaces:
 
         def make_adapted(rngs: nnx.Rngs) -> nnx.Module:
             made = make(rngs)
-            self._paths = add_adapter_stacks(made, self.count, self.rank)
+            self._layers = add_adapter_stacks(made, self.count, self.rank)
             return made
 
         module = ModuleArrays(make_adapted)
@@ -114,7 +114,7 @@ class AdapterPlaces:
         """Write matrices into a place: those of layers that the adapter does not change are zero."""
         params = flatten(self._model.params)
         with jax.set_mesh(self._model.rules.mesh):
-            for path in self._paths:
+            for path in self._layers:
                 for kind, axis in (("a", -2), ("b", 0)):
                     key = (*path.split("/"), "adapter", kind)
                     own = None if path not in matrices else getattr(matrices[path], kind)
@@ -130,24 +130,12 @@ class AdapterPlaces:
         del self._placed[self.find(name).name]
 
     def _check(self, name: str, matrices: AdapterMatrices) -> None:
-        params = flatten(self._model.params)
-        for path, (a, b) in matrices.items():
-            if path not in self._paths:
-                raise ConfigError(f"the adapter {name!r} changes {path}, which is no dense layer of this model.")
-            rank = a.shape[-1]
-            if rank > self.rank:
-                raise ConfigError(
-                    f"the adapter {name!r} has rank {rank}; start the server with engine.adapter_rank={rank} or more."
-                )
-            stacks = [params[(*path.split("/"), "adapter", kind)].shape for kind in ("a", "b")]
-            wanted = (*stacks[0][:-2], rank), (rank, *stacks[1][2:])
-            if (a.shape, b.shape) != wanted:
-                raise ConfigError(
-                    f"the adapter {name!r} has matrices of the shapes {a.shape} and {b.shape} for {path}, where this "
-                    f"model needs {wanted[0]} and {wanted[1]}."
-                )
-            if not (np.isfinite(a).all() and np.isfinite(b).all()):
-                raise ConfigError(f"the adapter {name!r} holds NaN or infinity, in {path}.")
+        check_matrices(matrices, self._layers, f"the adapter {name!r}")
+        rank = max((layer.a.shape[-1] for layer in matrices.values()), default=0)
+        if rank > self.rank:
+            raise ConfigError(
+                f"the adapter {name!r} has rank {rank}; start the server with engine.adapter_rank={rank} or more."
+            )
 
 
 def _replace(stack: Array, values: np.ndarray | None, index: int, axis: int) -> Array:

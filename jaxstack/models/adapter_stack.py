@@ -87,17 +87,62 @@ class AdapterStack(nnx.Module):
         return y + multiply(jax.lax.dot_general, projected * own[..., None], b, 2)
 
 
-def add_adapter_stacks(model: Any, count: int, rank: int) -> list[str]:
-    """Give the dense layers in a Transformer's layers room for `count` adapters, in place; return their paths.
+class LayerSizes(NamedTuple):
+    """Sizes of a dense layer."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def adaptable_layers(model: Any) -> dict[str, Linear]:
+    """Return the dense layers in a Transformer's layers, which adapters may change, by their paths.
 
     Raises:
       ConfigError: layers are stacked, to be run by a scan.
     """
-    found = []
+    found = {}
     for path, layer in nnx.iter_modules(model.decoder):
         if isinstance(layer, Linear) and path[-1] not in _WHOLE:
             if "layers" in layer.kernel.get_metadata()["logical_axes"]:
                 raise ConfigError("adapters are served with unrolled layers only; set model.scan_layers=false.")
-            layer.adapter = nnx.data(AdapterStack(layer, count, rank))
-            found.append("/".join(map(str, ("decoder", *path))))
+            found["/".join(map(str, ("decoder", *path)))] = layer
     return found
+
+
+def sizes_of(layers: Mapping[str, Linear]) -> dict[str, LayerSizes]:
+    """Return the sizes of dense layers."""
+    shapes = {path: (layer.kernel.shape, layer.contracted) for path, layer in layers.items()}
+    return {path: LayerSizes(shape[:cut], shape[cut:]) for path, (shape, cut) in shapes.items()}
+
+
+def add_adapter_stacks(model: Any, count: int, rank: int) -> dict[str, LayerSizes]:
+    """Give the dense layers in a Transformer's layers room for `count` adapters, in place; return their sizes.
+
+    Raises:
+      ConfigError: layers are stacked, to be run by a scan.
+    """
+    layers = adaptable_layers(model)
+    for layer in layers.values():
+        layer.adapter = nnx.data(AdapterStack(layer, count, rank))
+    return sizes_of(layers)
+
+
+def check_matrices(matrices: AdapterMatrices, layers: Mapping[str, LayerSizes], name: str) -> None:
+    """Check that the matrices of an adapter fit a model with these layers.
+
+    Raises:
+      ConfigError: they do not, or hold NaN or infinity; the message begins with `name`.
+    """
+    for path, (a, b) in matrices.items():
+        if path not in layers:
+            raise ConfigError(f"{name} changes {path}, which is no dense layer of this model.")
+        inputs, outputs = layers[path]
+        rank = a.shape[-1]
+        wanted = (*inputs, rank), (rank, *outputs)
+        if (a.shape, b.shape) != wanted:
+            raise ConfigError(
+                f"{name} has matrices of the shapes {a.shape} and {b.shape} for {path}, where this model needs "
+                f"{wanted[0]} and {wanted[1]}."
+            )
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise ConfigError(f"{name} holds NaN or infinity, in {path}.")

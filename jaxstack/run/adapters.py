@@ -5,15 +5,17 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxstack.errors import ConfigError
-from jaxstack.models.adapter_stack import AdapterMatrices, LowRank
+from jaxstack.models.adapter_stack import AdapterMatrices, LowRank, adaptable_layers, check_matrices, sizes_of
 from jaxstack.models.adapters import Adaptable
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import check_model
 from jaxstack.models.huggingface.peft import PEFT_CONFIG, read_peft
 from jaxstack.models.moe_layer import Experts
 from jaxstack.models.restack import restack
+from jaxstack.models.transformer import Transformer
 from jaxstack.module_arrays.adapters import Adapters
 from jaxstack.parameter_paths import flatten, nest
 from jaxstack.run.load import run_config
@@ -32,14 +34,21 @@ def read_adapter(directory: str | Path, model: ModelConfig) -> AdapterMatrices:
       ConfigError: it is another model's, or changes more than dense layers.
       JaxstackError: the run has no checkpoint.
     """
-    path = Path(directory)
     unrolled = model.model_copy(update={"scan_layers": False})
-    if (path / PEFT_CONFIG).is_file():
-        return read_peft(path, unrolled)
-    stored = StoredModel.find(path)
+    found = _read(Path(directory), unrolled)
+    layers = adaptable_layers(nnx.eval_shape(lambda: Transformer(unrolled, nnx.Rngs(0))))
+    check_matrices(found, sizes_of(layers), str(directory))
+    return found
+
+
+def _read(directory: Path, model: ModelConfig) -> AdapterMatrices:
+    """Read an adapter of a model with unrolled layers."""
+    if (directory / PEFT_CONFIG).is_file():
+        return read_peft(directory, model)
+    stored = StoredModel.find(directory)
     if not isinstance(stored, TrainingRun):
         raise ConfigError(f"{directory} is neither a run with adapters nor a directory of PEFT (with {PEFT_CONFIG}).")
-    check_model(unrolled, stored.model, str(directory))
+    check_model(model, stored.model, str(directory))
     adapters = stored.module.view(Adapters)
     if adapters is not None and not run_config(stored).trains_adapters_only:
         raise ConfigError(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxstack.run.load import Run
     from jaxstack.serve.engine import EngineGroup
     from jaxstack.serve.pair_scores import Classifier
+    from jaxstack.stored import StoredModel
 
 _DRAFT_TOKENS = 4
 """Default of `engine.draft_tokens` with a draft model."""
@@ -177,24 +178,25 @@ class _Models(NamedTuple):
 def _load_models(args: argparse.Namespace, overrides: Sequence[str], config: ServeConfig) -> _Models:
     """Load the model and what belongs to it."""
     from jaxstack.run.adapters import read_adapter
-    from jaxstack.run.load import find_reward_head, load
+    from jaxstack.run.load import find_reward_head, load, run_config
     from jaxstack.serve.chat_format import ChatFormatter
     from jaxstack.serve.pair_scores import Classifier
     from jaxstack.stored import StoredModel
 
-    named = [*map(_adapter, args.adapter)]
+    # What is wrong with other files is told before minutes of loading the model.
+    stored = StoredModel.open(args.run)
     if args.draft is not None:
-        StoredModel.open(args.draft)  # tells what is wrong before minutes of loading the model
+        _check_draft(StoredModel.open(args.draft), stored)
+    if config.server.chat_template != "auto":
+        ChatFormatter(stored.tokenizer, config.server.chat_template)
+    read = partial(read_adapter, model=run_config(stored, overrides).model)
+    adapters = {name: read(directory) for name, directory in map(_adapter, args.adapter)}
+    engine = _with_places(config.engine, adapters)
     with doing("loading the model"):
         run = load(args.run, overrides, step=args.step, recipe=args.recipe, report=_report)
         head = find_reward_head(args.run, step=args.step)
-        read = partial(read_adapter, model=run.config.model)
-        adapters = {name: read(directory) for name, directory in named}
-        engine = _with_places(config.engine, adapters)
         if not engine.adapters:  # which are those of single projections
             run.decoder.join_projections()
-    if config.server.chat_template != "auto":
-        ChatFormatter(run.tokenizer, config.server.chat_template)  # tells what is wrong before minutes of compiling
     draft = None
     if args.draft is not None:
         draft = _load_draft(args.draft, run, overrides)
@@ -279,22 +281,26 @@ def _with_places(config: "EngineConfig", adapters: "Mapping[str, AdapterMatrices
     return config.model_copy(update=update)
 
 
-def _load_draft(directory: str, run: "Run", overrides: Sequence[str]) -> "Decoder":
-    """Load the draft model for speculative decoding onto the device mesh of the served model.
+def _check_draft(draft: "StoredModel", model: "StoredModel") -> None:
+    """Check that a draft model can guess the tokens of the served model.
 
     Raises:
       ConfigError: it has another tokenizer.
     """
+    if draft.tokenizer.hash != model.tokenizer.hash:
+        raise ConfigError(
+            f"the draft model {draft.directory} has another tokenizer than {model.directory};"
+            " use one that was trained with the same tokenizer."
+        )
+
+
+def _load_draft(directory: str, run: "Run", overrides: Sequence[str]) -> "Decoder":
+    """Load the draft model for speculative decoding onto the device mesh of the served model."""
     from jaxstack.run.load import keeps_layout, load
 
     degrees = [f"parallel.{axis}={degree}" for axis, degree in run.decoder.rules.mesh.shape.items() if degree > 1]
     others = [override for override in overrides if not override.startswith("parallel.") or keeps_layout(override)]
     draft = load(directory, [*others, *(degrees or ["parallel.tensor=1"])], report=_report)
-    if draft.tokenizer.hash != run.tokenizer.hash:
-        raise ConfigError(
-            f"the draft model {directory} has another tokenizer than {run.directory};"
-            " use one that was trained with the same tokenizer."
-        )
     draft.decoder.join_projections()
     return draft.decoder
 

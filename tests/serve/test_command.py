@@ -14,8 +14,10 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from jaxstack.decoding.engine import Engine
 from jaxstack.observe.number_format import byte_size
@@ -147,12 +149,35 @@ def test_a_wrong_setting_is_told_with_code_2(arguments, message, tmp_path, capsy
 @pytest.mark.longer
 @pytest.mark.parametrize(
     ("option", "message"),
-    [("--draft=nowhere", "nowhere is neither a run directory"), ("--adapter=sql", "--adapter is NAME=DIR")],
+    [
+        ("--draft=nowhere", "nowhere is neither a run directory"),
+        ("--draft={folder}/other", "other has another tokenizer than "),
+        ("server.chat_template=nofile", "server.chat_template: 'nofile' is not a file"),
+        ("--adapter=sql", "--adapter is NAME=DIR"),
+        ("--adapter=sql=nowhere", "nowhere is neither a run with adapters nor a directory of PEFT"),
+        ("--adapter=sql={folder}/llama", "is neither a run with adapters nor a directory of PEFT"),
+        ("--adapter=sql={folder}/wide", "have the shapes (3, 9) and (32, 3), which do not fit a layer with 32 inputs"),
+        ("--adapter=sql={folder}/rank", "matrices of the rank 2, where its adapter_config.json has 3"),
+        ("--adapter=sql={folder}/nan", "nan holds NaN or infinity, in decoder/layers/0/attention/o_proj"),
+        ("--adapter=sql={folder}/head", "head has lm_head.lora_A.weight, which belongs to no dense"),
+    ],
 )
 def test_what_belongs_to_a_model_is_looked_for_before_that_is_loaded(option, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("jaxstack.run.load.load", lambda *_, **__: pytest.fail("loaded"))
     model = make_word_model("llama", tmp_path / "llama")
-    assert main(["--run", str(model), "--plan", option]) == 2
+    make_word_model("llama", tmp_path / "other", words=50)
+    layer = "base_model.model.model.layers.0.self_attn.o_proj"
+    sizes = {"wide": (3, 9, 32, layer), "rank": (2, 32, 32, layer), "nan": (3, 32, 32, layer)}
+    sizes["head"] = (3, 32, 64, "base_model.model.lm_head")
+    for name, (rank, inputs, outputs, path) in sizes.items():
+        (tmp_path / name).mkdir()
+        settings = {"peft_type": "LORA", "r": 3, "lora_alpha": 6}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(settings))
+        a, b = np.ones((rank, inputs), np.float32), np.ones((outputs, rank), np.float32)
+        a[0, 0] = np.nan if name == "nan" else 1
+        matrices = {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+        save_file(matrices, str(tmp_path / name / "adapter_model.safetensors"))
+    assert main(["--run", str(model), "--plan", option.format(folder=tmp_path)]) == 2
     assert message in capsys.readouterr().err
 
 

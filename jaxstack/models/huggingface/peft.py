@@ -43,7 +43,7 @@ def read_peft(directory: Path, model: ModelConfig) -> AdapterMatrices:
         model's.
     """
     settings = read_json(directory / PEFT_CONFIG)
-    scale = _scale(settings, directory)
+    _check_settings(settings, directory)
     tensors = _read_tensors(directory / _WEIGHTS)
     left = set(tensors)
     family, _ = choose_family(model)
@@ -53,15 +53,15 @@ def read_peft(directory: Path, model: ModelConfig) -> AdapterMatrices:
         pair = [f"{name}.lora_{kind}.weight" for kind in ("A", "B")]
         if leaf.path.endswith("/kernel") and all(tensor in tensors for tensor in pair):
             a, b = (tensors[tensor] for tensor in pair)
-            found[leaf.path.removesuffix("/kernel")] = _arrange(leaf, a, b, scale)
+            found[leaf.path.removesuffix("/kernel")] = _arrange(leaf, a, b, _scale(settings, len(a), directory))
             left.difference_update(pair)
     if left:
         raise ConfigError(f"{directory} has {min(left)}, which belongs to no dense layer of this model.")
     return found
 
 
-def _scale(settings: Mapping[str, Any], directory: Path) -> float:
-    """Return what the product of an adapter's matrices is multiplied by.
+def _check_settings(settings: Mapping[str, Any], directory: Path) -> None:
+    """Check that the adapter is of a kind that is read.
 
     Raises:
       ConfigError: a setting is not supported.
@@ -74,7 +74,20 @@ def _scale(settings: Mapping[str, Any], directory: Path) -> float:
                 f"{directory} has {name}={settings[name]!r}, which adapters that are served together do not support; "
                 "merge it into the weights, and serve that model alone."
             )
-    rank = settings["r"]
+
+
+def _scale(settings: Mapping[str, Any], rank: int, directory: Path) -> float:
+    """Return what the product of a layer's matrices of this rank is multiplied by.
+
+    Raises:
+      ConfigError: the settings have another rank.
+    """
+    known = sorted({settings["r"], *(settings.get("rank_pattern") or {}).values()})
+    if rank not in known:
+        raise ConfigError(
+            f"{directory} has matrices of the rank {rank}, where its {PEFT_CONFIG} has {', '.join(map(str, known))}; "
+            "copy both files from the same adapter."
+        )
     return settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 

@@ -49,18 +49,19 @@ def test_matrices_change_the_weights_as_peft_does(family, rslora, tmp_path):
     key = np.random.default_rng(0)
     shutil.copytree(HERE / family, tmp_path / "base")
     weights = load_file(str(tmp_path / "base" / "model.safetensors"))
-    scale = 6 / (3**0.5 if rslora else 3)
     tensors = {}
     for name in [name for name in weights if name.removesuffix(".weight").endswith(TENSORS[family])]:
         weight = weights[name].astype(np.float32)
         outputs, inputs = weight.shape[::-1] if family == "gpt2" else weight.shape
-        a = key.normal(size=(3, inputs)).astype(np.float32)
-        b = key.normal(size=(outputs, 3)).astype(np.float32)
+        rank = 3 if "o_proj" not in name else 2
+        scale = 6 / (rank**0.5 if rslora else rank)
+        a = key.normal(size=(rank, inputs)).astype(np.float32)
+        b = key.normal(size=(outputs, rank)).astype(np.float32)
         weights[name] = weight + scale * ((b @ a).T if family == "gpt2" else b @ a)
         stem = "base_model.model." + name.removesuffix(".weight")
         tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
     before = kernels(tmp_path / "base")
-    adapter = write_adapter(tmp_path / "adapter", tensors, use_rslora=rslora)
+    adapter = write_adapter(tmp_path / "adapter", tensors, use_rslora=rslora, rank_pattern={"o_proj": 2})
     found = read_peft(adapter, unrolled(tmp_path / "base"))
     save_file(weights, str(tmp_path / "base" / "model.safetensors"))
     for path, after in kernels(tmp_path / "base").items():
