@@ -80,6 +80,11 @@ class PartedDecoder(Decoder):
             self.parts.append(found._replace(alike=next(same, numbers)))
         self.head = "embedding" if self.config.tie_word_embeddings else "head"
         """Name of the parameters of the output head."""
+        # Compiled once for all engines of this model.
+        jit = functools.partial(jax.jit, compiler_options=self.compiler_options)
+        self.run_entry = jit(self._enter_step, static_argnames="room")
+        self.run_part = jit(self._part_step, static_argnames=("part", "room"), donate_argnames=("x", "caches"))
+        self.run_exit = jit(self._leave_step, static_argnames="keeps_states")
 
     @property
     def entry(self) -> Params:
@@ -111,6 +116,66 @@ class PartedDecoder(Decoder):
         """Return the model with the parameters in `found` as arrays, and its other parameters as shapes and dtypes."""
         return self.module.merge({**self.shapes, **found}, self.non_params)
 
+    def _context(self, model: Transformer, groups: Sequence[RowTokens], room: CacheRoom) -> Context:
+        _, positions, slots = pack_rows(groups, room.pages, room.page_size)
+        return model.packed_context(positions, slots)
+
+    def _enter_step(
+        self,
+        entry: Params,
+        vectors: Float[Array, "T D"] | None,
+        last: Int[Array, " S"],
+        groups: Sequence[RowTokens],
+        *,
+        room: CacheRoom,
+    ) -> Float[Array, "1 T D"]:
+        """Return the input of the first layer, given the tokens' rows of the embedding matrix, or the matrix."""
+        with logical_axis_rules(self.stages[0], self.layout):
+            model = self.merge(entry)
+            context = self._context(model, groups, room)
+            if vectors is not None:
+                return model.enter(vectors[None], context)
+            (rows, _), *chunks = groups
+            ids, *_ = pack_rows([(rows, last[rows[:, Column.SLOT], None]), *chunks], room.pages, room.page_size)
+            return model.enter(model.embedding(ids.reshape(context.positions.shape), model.dtype), context)
+
+    def _part_step(
+        self,
+        weights: Sequence[Params],
+        x: Float[Array, "1 T D"],
+        groups: Sequence[RowTokens],
+        caches: Sequence[LayerCache],
+        *,
+        part: Part,
+        room: CacheRoom,
+    ) -> tuple[Float[Array, "1 T D"], list[LayerCache]]:
+        """Run the layers of a part with these weights and caches; return x and the caches."""
+        params = self.shapes["decoder"]
+        found = {**params["layers"], **{str(number): w for number, w in zip(part.layers, weights, strict=True)}}
+        updated: list[LayerCache] = []
+        with logical_axis_rules(self.stages[part.stage], self.layout):
+            model = self.merge({"decoder": {**params, "layers": found}})
+            context = self._context(model, groups, room)
+            for number, cache in zip(part.layers, caches, strict=True):
+                x, cache = model.decoder.run_layer(number, x, context, cache, model.dtype)
+                updated.append(cache)
+        return x, updated
+
+    def _leave_step(
+        self,
+        final: Params,
+        head: Params,
+        x: Float[Array, "1 T D"],
+        groups: Sequence[RowTokens],
+        *,
+        keeps_states: bool,
+    ) -> tuple[Float[Array, "all V"], list[Float[Array, "R C D"]]]:
+        """Return the logits to sample from, given the last layer's output and the output head, and `states`."""
+        with logical_axis_rules(self.rules, self.layout):
+            model = self.merge({**final, self.head: head})
+            hidden = split_packed(jnp.reshape(model.leave(x), (-1, x.shape[-1])), groups)
+            return sampled_logits(model, hidden), hidden if keeps_states else []
+
 
 class PartPrograms(Programs):
     """Programs of the engine that run a model part by part. All are dispatched without waiting for the devices.
@@ -124,15 +189,6 @@ class PartPrograms(Programs):
         self.parted = model
         super().__init__(model, room, **settings)
         self.compiler = ThreadedCompiler()  # without programs: none returns shapes to parts, which are not its own
-        options = model.compiler_options
-        self._enter = jax.jit(self._enter_step, compiler_options=options)
-        self._run_part = jax.jit(
-            self._part_step,
-            static_argnames=("layers", "stage"),
-            donate_argnames=("x", "caches"),
-            compiler_options=options,
-        )
-        self._leave = jax.jit(self._leave_step, compiler_options=options)
 
     @functools.cached_property
     def _make_cache(self) -> Callable[[Params, Params], Pages]:
@@ -206,19 +262,19 @@ class PartPrograms(Programs):
         for part in model.parts:
             rules = model.stages[part.stage]
             with jax.set_mesh(rules.mesh):
-                x, caches = self._run_part(
+                x, caches = model.run_part(
                     [model.take(number) for number in part.layers],
                     jax.device_put(x, rules.sharding(jax.P())),
                     groups,
                     caches=[self._pages[number] for number in part.layers],
-                    layers=part.alike,
-                    stage=part.stage,
+                    part=part._replace(layers=part.alike),
+                    room=self.room,
                 )
             for number, cache in zip(part.layers, caches, strict=True):
                 self._pages[number] = cache
                 model.release(number, x)
         head = len(self._pages)
-        logits, self.states = self._leave(model.final, model.take(head), x, groups)
+        logits, self.states = model.run_exit(model.final, model.take(head), x, groups, keeps_states=self.keeps_states)
         model.release(head, logits)
         return logits
 
@@ -232,61 +288,8 @@ class PartPrograms(Programs):
             newest = np.asarray(self._last)[rows[:, Column.SLOT]]
             vectors = model.embedding_rows(np.concatenate([newest, *(tokens.ravel() for _, tokens in chunks)]))
         with jax.set_mesh(rules.mesh):
-            return self._enter(model.entry, vectors, jax.device_put(self._last, rules.sharding(jax.P())), groups)
-
-    def _context(self, model: Transformer, groups: Sequence[RowTokens]) -> Context:
-        _, positions, slots = pack_rows(groups, self.room.pages, self.room.page_size)
-        return model.packed_context(positions, slots)
-
-    def _enter_step(
-        self,
-        entry: Params,
-        vectors: Float[Array, "T D"] | None,
-        last: Int[Array, " S"],
-        groups: Sequence[RowTokens],
-    ) -> Float[Array, "1 T D"]:
-        """Return the input of the first layer, given the tokens' rows of the embedding matrix, or the matrix."""
-        with logical_axis_rules(self.parted.stages[0], self.model.layout):
-            model = self.parted.merge(entry)
-            context = self._context(model, groups)
-            if vectors is not None:
-                return model.enter(vectors[None], context)
-            (rows, _), *chunks = groups
-            ids, *_ = pack_rows(
-                [(rows, last[rows[:, Column.SLOT], None]), *chunks], self.room.pages, self.room.page_size
-            )
-            return model.enter(model.embedding(ids.reshape(context.positions.shape), model.dtype), context)
-
-    def _part_step(
-        self,
-        weights: Sequence[Params],
-        x: Float[Array, "1 T D"],
-        groups: Sequence[RowTokens],
-        caches: Sequence[LayerCache],
-        *,
-        layers: tuple[int, ...],
-        stage: int,
-    ) -> tuple[Float[Array, "1 T D"], list[LayerCache]]:
-        """Run layers with these weights and caches, whose structure is that of `layers`; return x and the caches."""
-        params = self.parted.shapes["decoder"]
-        found = {**params["layers"], **{str(number): w for number, w in zip(layers, weights, strict=True)}}
-        updated: list[LayerCache] = []
-        with logical_axis_rules(self.parted.stages[stage], self.model.layout):
-            model = self.parted.merge({"decoder": {**params, "layers": found}})
-            context = self._context(model, groups)
-            for number, cache in zip(layers, caches, strict=True):
-                x, cache = model.decoder.run_layer(number, x, context, cache, model.dtype)
-                updated.append(cache)
-        return x, updated
-
-    def _leave_step(
-        self, final: Params, head: Params, x: Float[Array, "1 T D"], groups: Sequence[RowTokens]
-    ) -> tuple[Float[Array, "all V"], list[Float[Array, "R C D"]]]:
-        """Return the logits to sample from, given the last layer's output and the output head, and `states`."""
-        with logical_axis_rules(self.model.rules, self.model.layout):
-            model = self.parted.merge({**final, self.parted.head: head})
-            hidden = split_packed(jnp.reshape(model.leave(x), (-1, x.shape[-1])), groups)
-            return sampled_logits(model, hidden), hidden if self.keeps_states else []
+            last = jax.device_put(self._last, rules.sharding(jax.P()))
+            return model.run_entry(model.entry, vectors, last, groups, room=self.room)
 
 
 def _same(kinds: Sequence[nnx.GraphDef], one: Part, other: Part) -> bool:

@@ -63,14 +63,18 @@ def test_answers_and_scores_are_those_of_one_device(name, tensor):
 
 
 @pytest.mark.longer
-def test_the_engines_of_a_pipeline_share_out_slots_pages_and_snapshots():
+def test_the_engines_of_a_pipeline_share_out_slots_pages_and_snapshots_and_share_programs():
     _, pipeline = open_both("delta")
     room = choose_room([pipeline], SETTINGS)
     with open_engine(pipeline, SETTINGS, warm_up=False) as served:
         assert isinstance(served, EngineGroup)
         rooms = [engine.programs.room for engine in served.engines]
+        compiled = []
+        for engine in served.engines:
+            assert len(engine.submit([1, 2, 3], 3, GREEDY).result()) == 3
+            compiled.append([run._cache_size() for run in (pipeline.run_entry, pipeline.run_part, pipeline.run_exit)])
     assert [(own.slots, own.pages, own.snapshots) for own in rooms] == 2 * [(2, room.pages // 2, 2)]
-    assert room.snapshots == 3
+    assert room.snapshots == 3 and compiled[0] == compiled[1] and all(compiled[0])
 
 
 def test_settings_that_a_pipeline_does_not_have_are_refused():
