@@ -47,6 +47,7 @@ CHECKED = (
     "pallas_kernels.low_bits.block_float",
     "pallas_kernels.low_bits.codecs",
     "pallas_kernels.low_bits.mixed_blocks",
+    "pallas_kernels.page_copies.api",
     "pallas_kernels.paged_attention.api",
     "pallas_kernels.pointwise",
     "pallas_kernels.ssd.api",

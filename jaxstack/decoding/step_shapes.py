@@ -96,8 +96,8 @@ class StepSeconds(NamedTuple):
     def shapes_within(self, slowdown: float, depth: float) -> tuple[ChunkShape, ...]:
         """Return the chunk shapes that slow a decode step by at most the factor `slowdown`, or else the fastest one.
 
-        Attention reads all keys before a chunk, or copies as many as the next of a few sizes has. So a chunk counts as
-        long as one at the next depth that was measured.
+        Attention reads all keys before a chunk, and where no kernel copies them, as many as the next of a few sizes has
+        are copied. So a chunk counts as long as one at the next depth that was measured.
 
         Args:
           slowdown: largest duration relative to a step without chunks.

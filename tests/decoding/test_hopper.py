@@ -17,6 +17,7 @@ from jaxstack.compress.matrix import MatrixLayout, layer_kernels
 from jaxstack.decoding.decode import has_many
 from jaxstack.decoding.rows import Column
 from jaxstack.decoding.step import Programs, StepVariant
+from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.xla_options import is_supported
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.layer import CacheRoom
@@ -54,10 +55,13 @@ def compiled_steps(
     options: dict[str, Any] | None = None,
     sums: Literal["auto", "never"] = "never",
     packed: Format | None = None,
+    room: int = ROOM,
+    prompts: ChunkShape | None = None,
 ) -> str:
     """The program of a few steps of a model in bfloat16, unrolled unless `changes` say otherwise.
 
-    With `packed` the kernels of dense layers have this format, and the options are those of `ModelOnMesh.options`.
+    With `packed` the kernels of dense layers have this format, and the options are those of `ModelOnMesh.options`. With
+    `prompts` it is one step with chunks of prompts, up to the logits. A sequence has `room` tokens at most.
     """
     config = ModelConfig(**{**SHAPE, **changes})
 
@@ -87,17 +91,23 @@ def compiled_steps(
     programs.model = types.SimpleNamespace(module=module, rules=rules, layout=StepLayout(peer_sums=sums))
     programs.slots = batch
     programs.vocab_size = None
-    room = CacheRoom(batch, ROOM, batch * ROOM // PAGE, PAGE)
-    pages = jax.eval_shape(lambda: module.merge(params, {}).make_shared_cache(room))
+    programs.keeps_states = False
+    cache = CacheRoom(batch, room, batch * room // PAGE, PAGE)
+    pages = jax.eval_shape(lambda: module.merge(params, {}).make_shared_cache(cache))
     pages = jax.tree.map(
         lambda x: hopper_array(x.shape, x.dtype, rules.mesh, jax.P(*[None] * (x.ndim - 2), "tensor")), pages
     )
-    rows = hopper_array((batch, Column.PAGES + ROOM // PAGE), jnp.int32, rules.mesh)
+    columns = Column.PAGES + room // PAGE
+    rows = hopper_array((batch, columns), jnp.int32, rules.mesh)
     last = hopper_array((batch,), jnp.int32, rules.mesh)
     program = functools.partial(programs._decode_steps, most=steps, steps=steps, mode="greedy", variant=StepVariant())
-    arguments = (params, {}, last, rows, pages)
+    arguments: tuple[Any, ...] = (params, {}, last, rows, pages)
+    if prompts is not None:
+        chunks = tuple(hopper_array((prompts.rows, n), jnp.int32, rules.mesh) for n in (columns, prompts.width))
+        program = functools.partial(programs._forward_step, variant=StepVariant())
+        arguments = (params, {}, last, rows, None, None, chunks, pages)
     with lowering_platform("cuda"), jax.set_mesh(rules.mesh):
-        jitted = jax.jit(program, donate_argnums=4)
+        jitted = jax.jit(program, donate_argnums=len(arguments) - 1)
         return compile_for_hopper(jitted, *arguments, mesh=rules.mesh, options=options).as_text()
 
 
@@ -171,6 +181,23 @@ def test_under_tensor_parallelism_the_kernel_reads_the_part_of_each_device(forma
     assert all(f"f32[{BATCH},2]" in shapes for shapes in sent), "of logits, the largest of each device"
     assert len(re.findall(r" all-reduce(?:-start)?\(", program)) == 5, "as with plain weights"
     assert not re.findall(r"= (?:bf16|f32)\[(?:1024|2048),(?:1024|512)\]\S* (?!parameter|bitcast)[\w-]+\(", program)
+
+
+@needs_triton
+@pytest.mark.exhaustive
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_step_with_prompts_has_no_branch_that_the_host_waits_for(tensor):
+    """One kernel a layer copies the prompt's tokens, whatever the width of the page table, and one attends to them."""
+    rules = make_rules(hopper_mesh({**ONE_DEVICE, "tensor": tensor}))
+    changes = {"intermediate_size": 2048}
+    program = compiled_steps(
+        rules, batch=8, changes=changes, joined=True, room=8192, prompts=ChunkShape(1, 64), sums="auto"
+    )
+    assert not re.findall(r" (?:conditional|while)\(", program)
+    copies = re.findall(r"= \(bf16\[1,8192,\d,128\]\S*, bf16\[1,8192,\d,128\]\S*\) custom-call", program)
+    assert len(copies) == 2
+    assert program.count('custom_call_target="mosaic_gpu_v2"') == 2 + 5 * (tensor == 2)
 
 
 @needs_triton

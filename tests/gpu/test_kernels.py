@@ -10,6 +10,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxstack.distributed.xla_options import step_options
+from jaxstack.models.attention import paged_cache
+from jaxstack.models.attention.base import AttentionSpec
+from jaxstack.models.layer import PageGroup
 from pallas_kernels import (
     Grid,
     NormalisedInput,
@@ -38,6 +41,7 @@ from pallas_kernels import (
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
 from pallas_kernels.low_bits.codecs import Fp8Codec
 from pallas_kernels.low_bits.encoded import Encoded
+from pallas_kernels.page_copies.api import copy_newest
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.weight_only.api import many_row_options
 from pallas_kernels.weight_only.float8_products import MOST_EXACT_ROWS, round_tokens
@@ -51,6 +55,7 @@ from tests.pallas_kernels.delta_rule import cases as delta_cases
 from tests.pallas_kernels.grouped_gemm import cases as grouped_cases
 from tests.pallas_kernels.grouped_gemm import test_fp8 as fp8_cases
 from tests.pallas_kernels.kv_cache_update import cases as cache_cases
+from tests.pallas_kernels.page_copies import cases as copy_cases
 from tests.pallas_kernels.ssd import cases as ssd_cases
 from tests.pallas_kernels.state_update import cases as update_cases
 
@@ -305,6 +310,44 @@ def test_rotate_into_cache_keeps_the_rest_of_a_stack_of_caches():
     assert relative(found[0], wanted[0]) < 0.005
     for one, other in zip(found[1], wanted[1], strict=True):
         assert relative(one, other) < 0.005
+
+
+@pytest.mark.parametrize("pages", copy_cases.CASES)
+def test_copies_of_the_newest_tokens(pages):
+    arrays = copy_cases.make_arrays(pages)
+    with record_choices() as choices:
+        copies = jax.jit(functools.partial(copy_newest, dtype=copy_cases.CASES[pages]))(*arrays)
+    assert [choice.backend for choice in choices] == ["triton"]
+    copy_cases.check([np.asarray(x) for x in copies], arrays, copy_cases.CASES[pages])
+
+
+@pytest.mark.skipif(not on_hopper(), reason="where our Hopper kernels attend to the copies")
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("new_tokens", [64, 200])
+def test_chunks_attend_to_the_tokens_that_kernels_copy(new_tokens, fp8, monkeypatch):
+    """Against copies by XLA in one of a few sizes. Memory that no kernel writes has NaNs of a freed array."""
+    random = np.random.default_rng(0)
+    table = random.permutation(3 * 512).reshape(3, 512).astype(np.int32)
+    lengths = np.array([new_tokens, 8192, 5000], np.int32)
+    q = jnp.asarray(random.normal(size=(3, new_tokens, 32, 128)), jnp.bfloat16)
+    pages = [jnp.asarray(random.normal(size=(table.size, 16, 8, 128)), jnp.bfloat16) for _ in range(2)]
+    if fp8:
+        pages = [Encoded(Fp8Codec().encode(x), None, Fp8Codec()) for x in pages]
+    cache = paged_cache.PagedKeys(*pages)
+    heads = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1)
+
+    def attend(q, cache, table, lengths):
+        group = PageGroup(table, lengths, new_tokens, jnp.arange(3))
+        return paged_cache._attend_chunks(q, cache, group, heads, None)
+
+    with record_choices() as choices:
+        program = jax.jit(attend).lower(q, cache, table, lengths).compile()
+    assert "copy_newest" in {choice.operation for choice in choices}
+    jnp.full(2**30, jnp.nan, jnp.bfloat16).block_until_ready().delete()
+    found = program(q, cache, table, lengths)
+    monkeypatch.setattr(paged_cache, "_kernels_copy", lambda *_: False)
+    wanted = jax.jit(lambda *arrays: attend(*arrays))(q, cache, table, lengths)
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("name", update_cases.CASES)

@@ -50,10 +50,12 @@ def place(table: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return np.where(positions < 0, PAGES * PAGE, page * PAGE + positions % PAGE).ravel()
 
 
-@pytest.mark.parametrize("width", [5, 18])  # on either side of the width from which keys are copied on a GPU
+# On either side of the width from which keys are copied on a GPU, in one of a few sizes, or as many as there are.
+@pytest.mark.parametrize(("width", "kernels"), [(5, False), (18, False), (18, True)])
 @pytest.mark.parametrize("name", MODELS)
-def test_random_page_tables_give_the_logits_of_the_whole_forward(name, width, monkeypatch):
+def test_random_page_tables_give_the_logits_of_the_whole_forward(name, width, kernels, monkeypatch):
     """Chunks of two sequences, padded in front, beside single tokens of two others and one row without a sequence."""
+    monkeypatch.setattr(paged_cache, "_kernels_copy", lambda *_: kernels)
     monkeypatch.setattr(paged_cache, "current_target", lambda: types.SimpleNamespace(platform="cuda"))
     monkeypatch.setattr(paged_cache, "_LEAST_COPIED", 2 * PAGE)
     model = Transformer(ModelConfig(**{**BASE, **MODELS[name]}), nnx.Rngs(0))

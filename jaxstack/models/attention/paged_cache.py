@@ -18,6 +18,7 @@ from jaxstack.models.layer import Angles, CacheRoom, PageGroup, PageSlots, pack_
 from jaxstack.parallel import current_rules, with_local_heads
 from jaxstack.parallel.rules import AxisRules
 from pallas_kernels import flash_attention
+from pallas_kernels.attention.api import skips_hidden_tiles
 from pallas_kernels.batch_invariant import attention as invariant
 from pallas_kernels.batch_invariant.mode import is_batch_invariant
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
@@ -29,6 +30,7 @@ from pallas_kernels.low_bits.encoded import (
     permute_query_channels,
     with_numbers,
 )
+from pallas_kernels.page_copies.api import copies_by_kernel, copy_newest
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.target import current_target
 
@@ -207,8 +209,12 @@ def _attend_chunks(
 ) -> Float[Array, "R T N H"]:
     """Compute attention of chunks of prompts, copying each sequence's pages to one contiguous array first.
 
-    The array has one of a few sizes: the cost depends on the longest sequence and not on the page table's width.
+    Where kernels copy the tokens that there are, and read no others, the array is as wide as the page table. Otherwise
+    it has one of a few sizes: the cost depends on the longest sequence and not on the table's width. The host then
+    reads the size from the device in every layer, which waits for it meanwhile.
     """
+    if _kernels_copy(q, cache, group, heads):
+        return _attend_kernel_copies(q, cache, group, heads, sinks)
     size = jax.tree.leaves(cache.key)[0].shape[1]
     widths = copied_widths(group.table.shape[1], max(1, _LEAST_COPIED // size))
     too_narrow = [group.lengths.max() > width * size for width in widths[:-1]]
@@ -217,6 +223,61 @@ def _attend_chunks(
     if not too_narrow:
         return branches[0](*arguments)
     return jax.lax.switch(jnp.stack(too_narrow).sum(dtype=jnp.int32), branches, *arguments)
+
+
+def _kernels_copy(q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec) -> bool:
+    """Return True if kernels copy the tokens of the sequences, and attend to these only, on each device's own heads."""
+    leaves = jax.tree.leaves(tuple(cache))
+    rules = current_rules()
+    if len(leaves) > 2 or not (rules is None or rules.mesh.size == 1 or _splits_by_heads(rules, q, leaves[0])):
+        return False
+    found = list[bool]()
+
+    def ask(q: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
+        if found_kernel := copies_by_kernel(keys, values, table, lengths, dtype=q.dtype):
+            slots = table.shape[1] * keys.shape[1]
+            k, v = (jnp.zeros((len(table), slots, *x.shape[2:]), q.dtype) for x in (keys, values))
+            segments = jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(k.shape[:2], jnp.int32)
+            found_kernel = skips_hidden_tiles(
+                q, k, v, segments, window=heads.window, implementation=heads.implementation
+            )
+        found.append(found_kernel)
+        return q
+
+    jax.eval_shape(
+        lambda q, keys, values, *places: with_local_heads(ask, q, keys, values, whole=places),
+        q, *leaves, group.table, group.lengths,
+    )  # fmt: skip
+    return found[-1]
+
+
+def _attend_kernel_copies(
+    q: Float[Array, "R T N H"],
+    cache: PagedKeys,
+    group: PageGroup,
+    heads: AttentionSpec,
+    sinks: Float[Array, " N"] | None,
+) -> Float[Array, "R T N H"]:
+    """Compute attention of chunks of prompts to what `copy_newest` copies of each sequence."""
+
+    def attend(
+        q: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        table: jax.Array,
+        lengths: jax.Array,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        k, v = copy_newest(keys, values, table, lengths, dtype=q.dtype)
+        slots = jnp.arange(k.shape[1], dtype=jnp.int32)
+        segments = jnp.zeros(q.shape[:2], jnp.int32), jnp.where(slots >= k.shape[1] - lengths[:, None], 0, -1)
+        out = flash_attention(
+            q, k, v, segment_ids=segments, sinks=sinks, implementation=heads.implementation, **heads.score_options
+        )
+        return cast(jax.Array, out)
+
+    keys, values = jax.tree.leaves(tuple(cache))
+    return with_local_heads(attend, q, keys, values, whole=(group.table, group.lengths), per_head=(sinks,))
 
 
 def copied_widths(pages: int, least: int) -> tuple[int, ...]:
