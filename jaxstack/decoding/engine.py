@@ -26,11 +26,11 @@ from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.draft_runner import DraftRunner
 from jaxstack.decoding.mtp_draft import PredictionPrograms, draft_cache_bytes, predicts_tokens
 from jaxstack.decoding.pages import ROOT, PagePool, salted_root
+from jaxstack.decoding.request_limits import RequestLimits
 from jaxstack.decoding.requests import Constraint, FinishReason, Request, until_end, until_end_of_constraint
 from jaxstack.decoding.runner import EngineState, EngineStats, Runner
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.schedule import Scheduler
-from jaxstack.decoding.scores import MOST_LIKELIEST
 from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import StepShapes, chunk_shapes, decode_batch_sizes
 from jaxstack.decoding.warm_up import GradualWarmUp, WarmUp
@@ -129,6 +129,7 @@ class Engine:
         # Steps with shapes of their own compute so many prompt tokens that their states would take much memory.
         self.programs.keeps_states = shapes is None
         self.programs.adapts = self.config.adapters > 0
+        self.limits = RequestLimits(model, self.programs, self.context, self.vocab_size)
         self.stats = EngineStats()
         self.failure = None
         self._runner = self._make_runner(steps, draft, predicts=predicts)
@@ -213,8 +214,8 @@ class Engine:
           EngineBusy: too many requests wait.
           EngineClosed: the engine is shutting down, or has failed.
         """
-        self.check_prompt(prompt, max_tokens)
-        self._check_sampling(sampling, max_tokens)
+        self.limits.check_prompt(prompt, max_tokens)
+        self.limits.check_sampling(sampling, max_tokens)
         with self._changed:
             placed = None if adapter is None else self.adapters.find(adapter)
             request = Request(
@@ -282,9 +283,8 @@ class Engine:
         Raises:
           ConfigError, EngineBusy, EngineClosed: as `submit`.
         """
-        self.check_prompt(prompt, 1)
-        if not self.programs.keeps_states:
-            raise ConfigError("embeddings need an engine whose programs and shapes are chosen by its configuration.")
+        self.limits.check_prompt(prompt, 1)
+        self.limits.check_states("embeddings need")
         request = Request(list(map(operator.index, prompt)), 1, Sampling(0), cancel=self._cancel, priority=priority)
         request.pools = True
         request.root = salted_root(ROOT, cache_salt)
@@ -298,53 +298,6 @@ class Engine:
             self._new.append(request)
             self._changed.notify_all()
         return request
-
-    def check_prompt(self, prompt: Sequence[int], max_tokens: int) -> None:
-        """Check that the engine's limits allow a prompt and `max_tokens` generated tokens.
-
-        Raises:
-          ConfigError: they do not, or the prompt has unknown ids.
-        """
-        if isinstance(prompt, str | bytes):
-            raise ConfigError("a prompt is a sequence of token ids; encode a text by the model's tokenizer first.")
-        if len(prompt) + max_tokens > self.context:  # first, as the other checks look at every token
-            fit = self.context - len(prompt)
-            advice = f"at most {fit} new tokens fit" if fit > 0 else "shorten the prompt"
-            raise ConfigError(
-                f"the prompt has {len(prompt)} tokens, which with {max_tokens} new tokens exceeds the context of "
-                f"{self.context} tokens; {advice}."
-            )
-        wrong = next((token for token in prompt if not hasattr(token, "__index__")), None)
-        if wrong is not None:
-            raise ConfigError(f"token ids must be whole numbers; found {wrong!r}.")
-        if not len(prompt):
-            raise ConfigError("a prompt must have at least one token.")
-        if min(prompt) < 0:
-            raise ConfigError(f"token ids must be at least 0; found {min(prompt)}.")
-        if max_tokens < 1:
-            raise ConfigError(f"max_tokens must be at least 1; found {max_tokens}.")
-        self.model.check_ids([prompt])
-
-    def _check_sampling(self, sampling: Sampling | None, max_tokens: int) -> None:
-        if sampling is None:
-            return
-        self._check_scores(sampling.logprobs, "logprobs", not self.programs.scores)
-        self._check_scores(sampling.prompt_logprobs, "prompt_logprobs", self.programs.keeps_states)
-        if not sampling.changes_logits:
-            return
-        if self.programs.scores:
-            raise ConfigError("penalties, logit_bias and min_tokens would change the log-probabilities of this engine.")
-        unknown = next((token for token in sampling.logit_bias or () if token >= self.vocab_size), None)
-        if unknown is not None:
-            raise ConfigError(f"logit_bias must name ids below {self.vocab_size}, their number; found {unknown}.")
-        if sampling.min_tokens > max_tokens:
-            raise ConfigError(f"min_tokens must be at most max_tokens ({max_tokens}); found {sampling.min_tokens}.")
-
-    def _check_scores(self, count: int | None, name: str, possible: bool) -> None:
-        if count is not None and not 0 <= count <= MOST_LIKELIEST:
-            raise ConfigError(f"{name} must be 0 to {MOST_LIKELIEST}; found {count}.")
-        if count is not None and not possible:
-            raise ConfigError(f"{name} needs an engine whose programs and shapes are chosen by its configuration.")
 
     @property
     def running(self) -> int:

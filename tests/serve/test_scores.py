@@ -128,5 +128,5 @@ def test_what_cannot_be_scored_is_refused():
             with pytest.raises(ConfigError, match=f"logprobs must be 0 to 20; found {[*fields.values()][0]}"):
                 engine.submit([1], 1, Sampling(**fields))
     scored = Engine(decoder, EngineConfig(**SIZES), make_programs=ScoredPrograms, warm_up=False, start=False)
-    with pytest.raises(ConfigError, match="logprobs needs an engine"):
+    with pytest.raises(ConfigError, match="logprobs need an engine"):
         scored.submit([1], 1, Sampling(logprobs=0))
