@@ -267,6 +267,10 @@ def test_every_route_passes_through(served):
     status, answer = served.post({"prompt": [3], "max_tokens": 10**9})
     assert status == 400 and "max_tokens" in json.loads(answer)["error"]["message"]
     connection = http.client.HTTPConnection("127.0.0.1", served.port)
+    for path in ("/v1/models", "/health"):  # an engine's and the router's own
+        connection.request("GET", path, headers={"X-Request-Id": "mine"})
+        response = connection.getresponse()
+        assert response.read() and response.headers.get_all("X-Request-Id") == ["mine"]
     connection.request("GET", "/health", headers={"Host": "evil.example"})
     assert connection.getresponse().status == 403
 
