@@ -23,6 +23,11 @@ from jaxstack.decoding.scores import unpack_scores
 from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import ChunkShape, StepKind, StepSeconds, timed_depths
 
+_LONG_CALL = 0.02
+"""Seconds of a step from which its launch by the host does not matter."""
+_FURTHER_CALLS = 4
+"""Calls of a shorter step that are timed, after a first one."""
+
 
 @dataclasses.dataclass
 class EngineStats:
@@ -553,11 +558,20 @@ def _give_scores(plan: StepPlan, packed: Int[np.ndarray, "Q C columns"]) -> None
 
 
 def seconds_of(run: Callable[[], Array]) -> float:
-    """Time a compiled program: return the shortest of three calls in seconds, after one call that is not counted."""
+    """Time a compiled program as the engine runs it, one call after another; return the seconds of a call.
+
+    The host launches the next call while the device computes one, so that only the calls after the first count. Those
+    of a program of more than `_LONG_CALL` seconds are timed one by one, as launching it takes little of that.
+    """
+
+    def shortest(calls: int) -> float:
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            [run() for _ in range(calls)][-1].block_until_ready()
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
+
     run().block_until_ready()
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        run().block_until_ready()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    alone = shortest(1)
+    return alone if alone > _LONG_CALL else (shortest(1 + _FURTHER_CALLS) - alone) / _FURTHER_CALLS

@@ -210,6 +210,30 @@ def test_steps_are_timed_until_one_is_too_slow(monkeypatch):
     assert ended.value.value.shapes_within(2, 0.5) == ended.value.value.shapes_within(2, 1) == (short,)
 
 
+class SimulatedDevice:
+    """A clock, and a device that computes the calls of a program in turn while the host launches the next ones."""
+
+    def __init__(self, launch: float, compute: float):
+        self.launch, self.compute = launch, compute
+        self.now = self.free = 0.0
+
+    def run(self) -> "SimulatedDevice":
+        self.now += self.launch
+        self.free = max(self.free, self.now) + self.compute
+        return self
+
+    def block_until_ready(self) -> None:
+        self.now = max(self.now, self.free)
+
+
+@pytest.mark.parametrize(("launch", "compute", "seconds"), [(2, 5, 5), (6, 5, 6), (2, 30, 32)])
+def test_steps_are_timed_as_they_follow_one_another(launch, compute, seconds, monkeypatch):
+    """The launch of short ones does not count as far as the device computes meanwhile."""
+    device = SimulatedDevice(launch / 1e3, compute / 1e3)
+    monkeypatch.setattr(runner.time, "perf_counter", lambda: device.now)
+    assert runner.seconds_of(device.run) == pytest.approx(seconds / 1e3)
+
+
 def test_requests_that_wait_for_programs_end_when_the_engine_is_closed(monkeypatch):
     monkeypatch.setattr(ThreadedCompiler, "has_room", False)
     engine = Engine(open_tiny(), EngineConfig(**SIZES), warm_up="first")
