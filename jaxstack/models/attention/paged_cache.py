@@ -18,7 +18,7 @@ from jaxstack.models.layer import Angles, CacheRoom, PageGroup, PageSlots, pack_
 from jaxstack.parallel import current_rules, with_local_heads
 from jaxstack.parallel.rules import AxisRules
 from pallas_kernels import flash_attention
-from pallas_kernels.attention.api import skips_hidden_tiles
+from pallas_kernels.attention.hidden_tiles import skips_hidden_tiles
 from pallas_kernels.batch_invariant import attention as invariant
 from pallas_kernels.batch_invariant.mode import is_batch_invariant
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
