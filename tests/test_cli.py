@@ -143,6 +143,8 @@ def test_too_little_shared_memory_is_an_error_of_a_kernel(capsys):
     assert run_command("jaxstack train", body) == 1 and "Traceback" in capsys.readouterr().err
 
 
+CHECKPOINT = "tests/models/huggingface/gpt-oss"
+"""What `serve` looks at before it loads the weights."""
 EXHAUSTED = Error("RESOURCE_EXHAUSTED: Out of memory allocating 5242880 bytes.")
 
 
@@ -150,7 +152,12 @@ EXHAUSTED = Error("RESOURCE_EXHAUSTED: Out of memory allocating 5242880 bytes.")
     ("command", "arguments", "place", "way_out"),
     [
         ("train", ["--config", "configs/quickstart.yaml"], "jaxstack.run.train.train", "train.global_batch_size"),
-        ("serve", ["--run", "RUN", "--port", "0"], "jaxstack.run.load.load", "engine.slots"),
+        (
+            "serve",
+            ["--run", CHECKPOINT, "--port", "0"],
+            "jaxstack.run.load.load",
+            "engine.slots",
+        ),
         ("generate", ["--run", "tests", "--prompt", "a"], "jaxstack.run.load.load", "--batch-size"),
         ("evaluate", ["--run", "tests"], "jaxstack.run.evaluate.evaluate", "--batch-size"),
         ("compress", ["--run", "RUN", "--recipe", "int8"], "jaxstack.compress.after_training.run.compress", "calibr"),
