@@ -60,7 +60,11 @@ def test_an_error_ends_the_lines(capsys):
         (["compress", "--run", "RUN", "--recipe", "int8"], "jaxstack.compress.after_training.run.compress", "working"),
         (["evaluate", "--run", "tests"], "jaxstack.run.evaluate.evaluate", "evaluating"),
         (["generate", "--run", "tests", "--prompt", "a"], "jaxstack.run.load.load", "loading the model"),
-        (["serve", "--run", "RUN", "--port", "0"], "jaxstack.run.load.load", "loading the model"),
+        (
+            ["serve", "--run", "tests/models/huggingface/gpt-oss", "--port", "0"],
+            "jaxstack.run.load.load",
+            "loading the model",
+        ),
         (["export", "--run", "R", "--to", "stablehlo"], "jaxstack.export.source.load_source", "loading the model"),
         (["train", "--config", "configs/quickstart.yaml"], "jaxstack.run.train.train", "working"),
     ],
