@@ -21,6 +21,7 @@ def texts(path) -> list[str]:
 
 
 @pytest.mark.longer
+@pytest.mark.longer
 def test_names_are_asked_for_that_occurred_before_in_held_out_code(work):
     held_out = texts(work / HELD_OUT)
     assert not set(held_out) & set(texts(work / CODE))
@@ -31,6 +32,7 @@ def test_names_are_asked_for_that_occurred_before_in_held_out_code(work):
         assert any(context + answer in text for text in held_out)
 
 
+@pytest.mark.longer
 def test_sums_that_are_asked_for_are_right_and_never_trained_on(work):
     numbers = re.compile(r"^([\d ]+) \+ ([\d ]+) = ([\d ]+)$", re.MULTILINE)
 

@@ -87,6 +87,7 @@ def bytes_on(tree) -> Counter:
     return found
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_device_has_the_weights_and_the_cache_of_its_layers(tied):
     """Of three layers the first stage has two. The cache of a layer is keys and values, 2 heads of 8, of all pages."""

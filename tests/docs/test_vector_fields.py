@@ -50,6 +50,7 @@ def test_features_are_orthonormal_fields_of_any_frames(surface):
     np.testing.assert_allclose(kernels[0], kernels[1], atol=1e-2 * np.max(kernels[0]))
 
 
+@pytest.mark.longer
 def test_bound_is_the_evidence_of_a_dense_gaussian_process_at_its_posterior():
     random = np.random.default_rng(0)
     fields = random.normal(size=(10, 3, 6)).astype(np.float32)

@@ -26,6 +26,7 @@ def test_solver_conserves_the_discrete_energy():
     np.testing.assert_allclose(energy, np.broadcast_to(energy[:, :1], energy.shape), rtol=1e-4)
 
 
+@pytest.mark.longer
 def test_one_way_filters_equal_their_square_form():
     layer = example.OneWayConv(3, 8, nnx.Rngs(0))
     layer.bias.set_value(jnp.arange(8.0))

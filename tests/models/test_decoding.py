@@ -148,6 +148,7 @@ def test_unrolled_layers_compute_the_same(lead):
     np.testing.assert_allclose(scanned, single, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.longer
 def test_a_cache_as_pages_gives_the_attention_over_its_slots():
     """Slots in no multiple of a block, rows of other lengths, and a soft cap."""
     random = np.random.default_rng(0)

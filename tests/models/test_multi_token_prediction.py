@@ -100,6 +100,7 @@ def logits(model: Transformer, tokens: np.ndarray) -> jax.Array:
     return model.logits(next(predictions).hidden)[:, :-1]
 
 
+@pytest.mark.longer
 def test_a_released_layer_predicts_as_in_transformers(tmp_path):
     model = from_huggingface(write_release(tmp_path / "release"))
     tokens = load_file(RELEASE / "expected.safetensors")["tokens"]

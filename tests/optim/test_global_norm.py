@@ -28,6 +28,7 @@ def test_is_that_of_optax_in_float32(dtype):
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("limit", [1.0, 1e6])
 def test_clipping_is_that_of_optax(limit):
     tree = make_tree()

@@ -108,6 +108,7 @@ def test_the_schema_of_a_tool_follows_from_its_signature():
         Tool(lambda *rest: 0)
 
 
+@pytest.mark.longer
 @pytest.mark.quick
 def test_calls_that_fail_cost_one_sample(folder):
     """A tool that raises, hangs or ends its process is a reason, and the other samples have their results."""

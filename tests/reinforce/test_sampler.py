@@ -95,6 +95,7 @@ def after_steps(count: int) -> Callable[[Sequence[bool]], bool]:
     return lambda ended: next(numbers) >= count
 
 
+@pytest.mark.longer
 def test_an_answer_goes_on_as_if_it_had_not_been_left():
     """With the same weights, answers that are left at several places are those that are sampled at once."""
     trainer = make_trainer(small_config("model.num_kv_heads=4"))

@@ -126,6 +126,7 @@ def test_a_quantized_checkpoint_is_evaluated_and_compressed(text, tmp_path, caps
     assert record["loss_before"]["loss"] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.longer
 @pytest.mark.quick
 def test_formats_that_do_not_fit_are_one_message(tmp_path, capsys):
     called(convert.main, FIXTURES / "int4", "--output", tmp_path / "run")

@@ -74,6 +74,7 @@ class Machine:
         return drafted / (self.given - began)
 
 
+@pytest.mark.longer
 @settings(max_examples=6, deadline=None)
 @given(
     drafted=st.floats(0.5, 20),

@@ -33,6 +33,7 @@ def _float32(x: np.ndarray) -> jax.Array:
     return jnp.asarray(x, jnp.float32)
 
 
+@pytest.mark.longer
 def test_as_many_columns_an_iteration_as_on_a_gpu_give_the_same_values(layer: SyntheticLayer):
     w = _float32(layer.w)[:, :134]  # a block and six columns, of which two are left over
     scales = jnp.broadcast_to(Grid(4).scales(w), w.shape)

@@ -45,6 +45,7 @@ def test_rows_alone_and_together(dtype):
             np.testing.assert_array_equal(one, other[part])
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_newest_token_attends_as_in_the_whole_sequence(dtype):
     """With pages of 4 tokens in any order, for decoding and for a chunk of a prompt."""

@@ -73,6 +73,7 @@ def test_both_halves_together_are_the_whole(remat):
     assert second > 0.3 * whole if remat else second > 0.45 * whole
 
 
+@pytest.mark.longer
 def test_weights_and_what_is_shared_are_not_saved():
     weights, x, shared, index, _ = arguments()
     split = split_layer(layer, weights, x, shared, index)
