@@ -70,6 +70,7 @@ def test_kto_equals_its_reference_value():
     np.testing.assert_allclose(mean_loss(PAIRS._replace(drift=0.05), loss="kto"), 0.493126, rtol=1e-6)
 
 
+@pytest.mark.longer
 def test_kto_of_answers_without_a_partner_equals_its_formula():
     """The mean of w (1 - sigmoid(b (g - z))) over good answers and of w (1 - sigmoid(b (z - g))) over bad ones."""
     gains = np.array([1.5, -0.5, 0.25])

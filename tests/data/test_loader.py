@@ -125,6 +125,7 @@ def test_without_packing_documents_are_not_kept_apart(byte_config):
     assert sorted(next(data.batches(global_batch_size=2, rows=[0], start=0))) == ["labels", "tokens"]
 
 
+@pytest.mark.longer
 def test_an_epoch_smaller_than_a_batch_repeats(tmp_path, cache):
     (tmp_path / "a.txt").write_text("tiny text " * 10)
     config = DataConfig(

@@ -109,6 +109,7 @@ def test_each_device_has_the_weights_and_the_cache_of_its_layers(tied):
     assert all(x.is_deleted() for engine in pipeline._engines for x in jax.tree.leaves(engine.programs._pages))
 
 
+@pytest.mark.longer
 def test_the_fullest_stage_limits_the_pages(monkeypatch):
     """Of three layers the first stage has two, and the embedding matrix: its device must not overflow."""
     module = ModuleArrays(lambda rngs: Transformer(SMALL, rngs))

@@ -50,6 +50,7 @@ def noise_scale(devices: int, steps: int = 300) -> dict[str, float]:
     return found
 
 
+@pytest.mark.longer
 @pytest.mark.quick
 def test_a_known_covariance_is_found_within_one_percent():
     """The trace of the covariance over the squared mean: 1000 x 0.01 / 1 = 10 rows."""

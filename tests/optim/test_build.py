@@ -69,6 +69,7 @@ def test_adafactor_is_that_of_the_paper_as_optax_has_it():
     close(ours, theirs)
 
 
+@pytest.mark.longer
 def test_adafactor_bounds_the_update_of_each_layer_of_a_stack():
     """As of layers on their own; a row without a layer, as a pipeline's uneven stages have, changes nothing."""
     random = np.random.default_rng(0)

@@ -49,6 +49,7 @@ def test_bytes_are_those_of_a_device():
         assert held[name] == sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.longer
 def test_a_degree_that_divides_no_dim_is_told():
     """Nothing is refused: the results are the same, but the memory is not that of a split state."""
     plain = ("train.global_batch_size=12", "model.num_layers=1")

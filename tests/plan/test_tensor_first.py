@@ -63,6 +63,7 @@ def test_all_layouts_of_the_table_with_less_memory(row):
     assert degrees_of(row, cluster_of(row, memory_bytes=58 * 10**9)) == (row["t"], row["p"])
 
 
+@pytest.mark.longer
 def test_command_with_restrictions(tmp_path, capsys):
     path = tmp_path / "empty.yaml"
     path.write_text("model: {preset: gpt2-124m}\n")

@@ -50,6 +50,7 @@ def test_a_prompt_begins_after_the_snapshot_of_an_earlier_one():
         assert engine.scheduler.prefix_hits == 64 and engine.stats.computed_tokens == 68 + 4
 
 
+@pytest.mark.longer
 @pytest.mark.quick
 def test_snapshots_get_a_part_of_the_memory_that_slots_leave(monkeypatch):
     model = open_model("delta")

@@ -43,6 +43,7 @@ def ocp(w: np.ndarray) -> np.ndarray:
     return (values * scales).reshape(w.shape).astype(np.float32)
 
 
+@pytest.mark.longer
 def test_mxfp4_is_that_of_the_specification_and_fitted_scales_err_less():
     packed = pack(W, Mxfp4(path="."))
     np.testing.assert_array_equal(packed.matrix(), ocp(W))
@@ -78,6 +79,7 @@ def test_nf4_takes_the_nearest_value_of_each_block():
     assert not np.asarray(pack(np.zeros((1, 64), np.float32), Nf4(path=".")).matrix()).any()
 
 
+@pytest.mark.longer
 def test_experts_in_mxfp4_are_files_of_gpt_oss():
     """Blocks and scales in the order of the released files, decoded here as transformers decodes them."""
     experts = RANDOM.normal(size=(3, 16, 64)).astype(np.float32)

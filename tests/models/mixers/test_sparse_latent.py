@@ -95,6 +95,7 @@ def test_the_loss_is_the_divergence_from_the_attention_of_the_heads(stage, monke
     np.testing.assert_allclose(own.metrics("indexer_loss")["indexer_loss"], wanted.mean(), rtol=1e-6)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("stage", ["sparse", *longer("dense")])
 def test_the_loss_has_gradients_of_the_indexer_alone_and_nothing_else_has_them(stage):
     graphdef, params = nnx.split(mixer_of(STAGES[stage]))

@@ -92,6 +92,7 @@ def test_balance_loss_of_an_even_load_is_one_a_token():
     np.testing.assert_allclose(balance_loss(one, jnp.zeros((B, E)).at[:, 0].set(T), 1), B * T * E, rtol=1e-6)
 
 
+@pytest.mark.longer
 def test_balance_loss_does_not_depend_on_the_split_of_the_batch():
     whole = route(config(router_aux_loss_coef=1.0), jnp.asarray(LOGITS), None).sums.loss
     parts = [route(config(router_aux_loss_coef=1.0), jnp.asarray(LOGITS[b : b + 1]), None).sums.loss for b in range(B)]

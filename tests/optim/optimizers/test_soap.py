@@ -124,6 +124,7 @@ def test_bases_converge_to_the_eigenvectors():
     np.testing.assert_allclose(basis.T @ basis, np.eye(12), atol=1e-5)
 
 
+@pytest.mark.longer
 def test_shampoo_equalises_singular_values_and_has_adams_norm():
     """L^(-1/4) G R^(-1/4) of one gradient is U V^T."""
     settings = Shampoo(root_eps=1e-12)

@@ -54,6 +54,7 @@ def test_chunks_equal_the_recurrence(channels, monkeypatch):
         np.testing.assert_allclose(a, b, atol=1e-5 if name in ("out", "last") else 1e-4, err_msg=name)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
 def test_a_sequence_in_parts_and_padding(channels):
     """The state carries a sequence from call to call; padding, or beta and log_decay of 0, leave it as it is."""

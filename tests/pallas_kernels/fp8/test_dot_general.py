@@ -263,6 +263,7 @@ def test_the_gradient_of_a_state_is_the_maxima_of_the_call():
     np.testing.assert_allclose(second, [[2 * m, m, 0] for m in maxima], rtol=STEPS["e5m2"])
 
 
+@pytest.mark.longer
 def test_a_tensor_that_was_clipped_asks_for_a_larger_scale_until_it_fits():
     x, (_, w), _ = operands()
     state = empty_fp8_state(1)

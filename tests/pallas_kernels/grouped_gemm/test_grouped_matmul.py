@@ -45,6 +45,7 @@ def test_rows_of_no_group_are_zero():
         assert not np.any(np.asarray(out)[~mine]) and np.all(np.any(np.asarray(out)[mine], axis=1))
 
 
+@pytest.mark.longer
 def test_packed_matrices_are_multiplied_as_their_values():
     """And x has its gradient; the packed matrices are constants."""
     q = jax.random.normal(jax.random.key(1), (3, 5, 4)).astype(jnp.float8_e4m3fn)
@@ -94,6 +95,7 @@ def test_work_and_memory_do_not_grow_with_the_number_of_groups():
     assert more_memory <= 1.5 * memory + 16 * 64 * 64 * 4
 
 
+@pytest.mark.longer
 def test_realign_moves_rows_and_back():
     sizes = jnp.array([3, 0, 5])
     x = jnp.arange(1, 13, dtype=jnp.float32)[:, None]

@@ -78,6 +78,7 @@ def test_rotary_rotates_by_the_position():
     )
 
 
+@pytest.mark.longer
 def test_rotary_positions_of_each_sequence():
     x = normal(2, 6, 1, 8)
     angles = normal(2, 6, 4, seed=1)

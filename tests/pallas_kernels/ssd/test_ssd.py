@@ -68,6 +68,7 @@ def test_packed_documents_are_as_if_alone():
     np.testing.assert_allclose(last, end, atol=1e-5)
 
 
+@pytest.mark.longer
 def test_a_state_continues_and_padding_leaves_it():
     """A row in three calls, each with tokens of dt = 0 after its own, and its last token alone."""
     *arguments, state = arrays()
@@ -83,6 +84,7 @@ def test_a_state_continues_and_padding_leaves_it():
     np.testing.assert_allclose(state, last, atol=1e-5)
 
 
+@pytest.mark.longer
 def test_bfloat16_is_close_and_its_state_float32():
     x, dt, a, b, c, state = arrays()
     low = [z.astype(jnp.bfloat16) for z in (x, b, c)]
