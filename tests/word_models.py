@@ -1,11 +1,12 @@
-"""Hugging Face checkpoints of random models whose tokens are words: w1, w2, ..., or words that a test chooses."""
+"""Hugging Face checkpoints of random models whose tokens are words (w1, w2, ..., or a test's own) or bytes."""
 
 import json
 import shutil
+import string
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FIXTURES = Path(__file__).parent / "models" / "huggingface"
 
@@ -16,6 +17,18 @@ def make_word_model(family: str, folder: Path, words: int = 64) -> Path:
     ids = {"<s>": 0, **{f"w{i}": i for i in range(1, words)}}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="w1"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def make_byte_model(family: str, folder: Path) -> Path:
+    """The fixture of a family in `folder`, with ids for the document start, ASCII letters and digits, and a space."""
+    shutil.copytree(FIXTURES / family, folder)
+    ids = {symbol: i for i, symbol in enumerate(["<s>", *string.ascii_letters, *string.digits, "\u0120"])}
+    tokenizer = Tokenizer(models.BPE(ids, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder

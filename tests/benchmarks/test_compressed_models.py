@@ -21,7 +21,6 @@ def texts(path) -> list[str]:
 
 
 @pytest.mark.longer
-@pytest.mark.longer
 def test_names_are_asked_for_that_occurred_before_in_held_out_code(work):
     held_out = texts(work / HELD_OUT)
     assert not set(held_out) & set(texts(work / CODE))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.serving.soak import soak
-from tests.word_models import make_word_model
+from tests.word_models import make_byte_model
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
@@ -17,7 +17,7 @@ SETTINGS = ("engine.slots=8", "engine.queue=8", "engine.pages=120", "engine.chun
 @pytest.mark.exhaustive
 def test_a_server_under_load_answers_all_and_keeps_nothing(tmp_path):
     """`benchmarks/serving/soak.py` does the same for ten minutes."""
-    model = make_word_model("llama", tmp_path / "llama")
+    model = make_byte_model("llama", tmp_path / "llama")
     config = model / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 512}))
     row, failures = soak(str(model), 40, 20, 200, settings=SETTINGS)
