@@ -67,6 +67,9 @@ def _size(count: float) -> str:
 _MOST_CHOICES = 60
 """Largest number of choices that a message lists. Only lists from other packages, such as harness tasks, are longer."""
 
+CHOICES = "choose one of: "
+"""What a list of all valid names begins with."""
+
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return a hint for a misspelt name: text that lists the closest choices, or all choices if none is close.
@@ -83,4 +86,4 @@ def nearest(word: str, choices: Iterable[str]) -> str:
         return "did you mean " + " or ".join(repr(a) for a in alike) + "?"
     if len(known) > _MOST_CHOICES:
         return f"none of {len(known):,} names is like it"
-    return "choose one of: " + ", ".join(repr(k) for k in known)
+    return f"{CHOICES}{', '.join(repr(k) for k in known)}"

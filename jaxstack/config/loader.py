@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from jaxstack.config.base import Component, new_name
-from jaxstack.errors import ConfigError, nearest
+from jaxstack.errors import CHOICES, ConfigError, nearest
 
 C = TypeVar("C", bound=Component)
 Tree: TypeAlias = dict[str, Any]
@@ -267,7 +267,7 @@ def build_component(kind: type[C], tree: object, origin: str = "the configuratio
         lines = [f"it holds a value that is not plain data ({error})."]
     except RecursionError:
         lines = ["it is nested too deeply."]
-    unique = list(dict.fromkeys(lines))
+    unique = _with_lists_once(dict.fromkeys(lines))
     if len(unique) == 1 and unique[0].startswith(_OVERRIDE):
         raise ConfigError(unique[0])
     if len(unique) == 1:
@@ -310,6 +310,17 @@ def _has_inner(problem: ErrorDetails, problems: Sequence[ErrorDetails]) -> bool:
 _OVERRIDE = "override "
 _MOST_PROBLEMS = 10
 """Largest number of problems that a message lists."""
+
+
+def _with_lists_once(lines: Iterable[str]) -> list[str]:
+    """Return the lines of a message, in which a list of valid names that is as an earlier one is left out."""
+    told = set[str]()
+    found = list[str]()
+    for line in lines:
+        problem, mark, names = line.partition(f"; {CHOICES}")
+        found.append(f"{problem}." if mark and names in told else line)
+        told.add(names)
+    return found
 
 
 def _explain(kind: type[BaseModel], problem: ErrorDetails, overrides: Sequence[str]) -> str:
