@@ -1,4 +1,4 @@
-"""What an engine accepts: prompts that fit its context, and settings that its programs can compute."""
+"""Checks of the requests to an engine: prompts must fit its context, and its programs must support the settings."""
 
 import dataclasses
 from collections.abc import Sequence

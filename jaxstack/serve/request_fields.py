@@ -13,12 +13,12 @@ IGNORED = ("user", "store", "metadata", "service_tier", "safety_identifier", "pr
 
 
 class Truncation(NamedTuple):
-    """What stays of a prompt that is too long."""
+    """How a prompt that is too long is cut."""
 
     most: int
     """Most tokens of the prompt."""
     side: Literal["left", "right"]
-    """Where tokens are left out: left, at the beginning; right, at the end."""
+    """The end of the prompt that loses tokens: left, its beginning; right, its end."""
 
     def cut(self, tokens: list[int], opening: int = 0) -> list[int]:
         """Return the tokens that stay, of which the `opening` first ones always do, such as the document start."""
@@ -53,15 +53,15 @@ class PromptRequest(Component):
     truncate_prompt_tokens: Annotated[int | None, BeforeValidator(_check_truncation)] = None
     """Most tokens of a prompt, the others are left out; -1: as many as there is room for, as vLLM has it."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where they are left out: left, at the beginning, by default that of prompts that are continued; right, at the
-    end."""
+    """The end of a prompt that loses tokens. left, the default for prompts that an answer continues: its beginning;
+    right, the default for texts to embed or to score: its end."""
     request_id: RequestId = None
     """Text that the id of the response contains; the header X-Request-Id goes before."""
     cache_salt: str | None = Field(default=None, min_length=1)
     """Prompts share cached prefixes only with those of the same text here, as vLLM has it."""
 
     def truncation(self, room: int, side: Literal["left", "right"] = "left") -> Truncation | None:
-        """Return what stays of a prompt; None: all of it.
+        """Return how a prompt is cut; None: it is not.
 
         Args:
           room: most tokens that there is room for.

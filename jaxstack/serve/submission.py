@@ -150,11 +150,11 @@ class Submissions:
         return chat, prompt, form
 
     def kept_of_prompt(self, body: PromptRequest, max_tokens: int | None) -> Truncation | None:
-        """Return what stays of a prompt beside an answer of `max_tokens`; None: all of it."""
+        """Return how a prompt is cut to leave room for an answer of `max_tokens`; None: it is not."""
         return body.truncation(self.engine.context - max(1, COMPLETION_TOKENS if max_tokens is None else max_tokens))
 
     def kept_of_text(self, body: PromptRequest) -> Truncation | None:
-        """Return what stays of a text without an answer; None: all of it."""
+        """Return how a text that no answer continues is cut; None: it is not."""
         return body.truncation(self.engine.context - 1, "right")
 
     async def pool(
@@ -194,7 +194,7 @@ class Submissions:
         Args:
           texts: the texts.
           opened: put the document start before each text, if the server does so (`server.document_start`).
-          kept: what stays of each; None: all of it.
+          kept: how each is cut; None: it is not.
 
         Raises:
           Refused: a text is longer than the context.
@@ -300,15 +300,9 @@ class Submissions:
             raise Refused(400, f"max_tokens must be at most {limit}; found {max_tokens}.")
         self._check_known("stop_token_ids", body.stop_token_ids or ())
         self._check_known("allowed_token_ids", body.allowed_token_ids or ())
-        grammar = refuse_on_error(lambda: body.grammar)
         ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
         stops = ends | frozenset(body.stop_token_ids or ())
-        allowed = None if body.allowed_token_ids is None else AllowedTokens(body.allowed_token_ids)
-        words = await asyncio.to_thread(refuse_on_error, lambda: self._bad_words(body.bad_words))
-        constraints = list[Constraint | None]()
-        for _ in range(len(prompts) * body.samples):
-            form = wrap(await self._constrain(*grammar), stops) if grammar else allowed
-            constraints.append(WithoutWords(words, form) if words else form)
+        constraints = await self._constraints(len(prompts) * body.samples, body, lambda form: wrap(form, stops))
         scores = 0 if body.samples > (body.n or 1) and body.likeliest is None else body.likeliest
         scored = [count for count in (body.prompt_logprobs, body.likeliest if echo else None) if count is not None]
         told = {"logprobs": scores, "prompt_logprobs": max(scored, default=None)}
@@ -355,8 +349,26 @@ class Submissions:
         self._answers.add(answers)
         return answers
 
-    def _bad_words(self, words: Sequence[str] | None) -> BadWords | None:
-        return BadWords(words, self.tokenizer) if words else None
+    async def _constraints(
+        self, count: int, body: GenerationRequest, wrap: Callable[[Constraint], Constraint]
+    ) -> list[Constraint | None]:
+        """Return the constraints of `count` answers, each None if the request asks for none.
+
+        Args:
+          count: number of answers.
+          body: the request.
+          wrap: returns the constraint of an answer, given that of its grammar.
+        """
+        grammar = refuse_on_error(lambda: body.grammar)
+        allowed = None if body.allowed_token_ids is None else AllowedTokens(body.allowed_token_ids)
+        words = None
+        if bad := body.bad_words:  # which the tokenizer may take long to read
+            words = await asyncio.to_thread(refuse_on_error, lambda: BadWords(bad, self.tokenizer))
+        found = list[Constraint | None]()
+        for _ in range(count):
+            form = wrap(await self._constrain(*grammar)) if grammar else allowed
+            found.append(form if words is None else WithoutWords(words, form))
+        return found
 
     def _text_of(
         self, request: generation.Request, body: GenerationRequest, stop: Sequence[str], readers: Readers
