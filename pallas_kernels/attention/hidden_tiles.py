@@ -1,4 +1,4 @@
-"""Whether attention reads keys that no query sees."""
+"""Tells whether the backend of an attention call reads keys that no query sees."""
 
 from jaxtyping import Float
 

@@ -31,6 +31,7 @@ from pallas_kernels.low_bits.encoded import (
     with_numbers,
 )
 from pallas_kernels.page_copies.api import copies_by_kernel, copy_newest
+from pallas_kernels.page_copies.xla import places_of
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.target import current_target
 
@@ -304,9 +305,7 @@ def _attend_copies(
     With `heads.chunk` a sequence's first page starts at the position `start`.
     """
     size = jax.tree.leaves(cache.key)[0].shape[1]
-    positions = jnp.arange(width * size, dtype=jnp.int32) - width * size + lengths[:, None]
-    page = jnp.take_along_axis(table[:, :width], jnp.maximum(positions, 0) // size, axis=1)
-    index = page * size + jnp.maximum(positions, 0) % size
+    index, positions = places_of(table[:, :width], lengths, size)
     k, v = (decode(map_stored(lambda x: x.reshape(-1, *x.shape[2:])[index], stored), q.dtype) for stored in cache)
     key_segments = jnp.where(positions >= 0, 0, -1)
     own_segments = jnp.zeros(q.shape[:2], jnp.int32)

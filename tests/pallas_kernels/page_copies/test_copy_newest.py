@@ -4,6 +4,7 @@ Triton decides at its import whether kernels are interpreted, so that runs in a 
 `TRITON_INTERPRET=1 python -m tests.pallas_kernels.page_copies.test_copy_newest bfloat16`.
 """
 
+import dataclasses
 import functools
 import sys
 
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import lowering_platform
+from pallas_kernels.attention import triton as attention_triton
+from pallas_kernels.attention.tilings import Tiling
 from pallas_kernels.page_copies import triton
 from pallas_kernels.page_copies.api import BLOCK, copy_newest
 from pallas_kernels.page_copies.request import make_request
@@ -69,6 +72,15 @@ def test_compiled_for_hopper_it_is_one_call(dtype):
         call = jax.jit(functools.partial(copy_newest, dtype=CASES[dtype]))
         text = compile_for_hopper(call, *shapes).as_text()
     assert text.count('custom_call_target="triton_kernel_call_ffi"') == 1 and " fusion(" not in text
+
+
+def test_no_tile_of_attention_reaches_beyond_the_slots_that_are_written():
+    """A tile with a visible key may have as many hidden ones before it, which must not be NaN."""
+    (field,) = (field for field in dataclasses.fields(Tiling) if field.name == "forward_keys")
+    by_triton = [
+        tiling.forward.key_block for tilings in attention_triton._TILINGS.values() for tiling in tilings.values()
+    ]
+    assert max(*field.metadata["values"], *by_triton) <= BLOCK
 
 
 @pytest.mark.parametrize(
