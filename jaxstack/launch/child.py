@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO
+from typing import IO, TextIO
 
 from jaxstack.distributed.parent_death import die_with_parent
 from jaxstack.resilience.progress_file import PROGRESS, STACKS, Record, read_record
@@ -35,7 +35,9 @@ class Child:
       command: program and arguments.
       environment: its whole environment.
       folder: for the files with its progress and its stacks.
-      prefix: written before each line that it prints; None: it prints to the launcher's own terminal.
+      prefix: written before each line that it prints; None: it prints to the launcher's own terminal. With a prefix,
+        or with an empty one where the launcher prints to a file, its lines are copied whole: those of several
+        processes would tear each other apart, as Python writes a line in several parts.
     """
 
     def __init__(
@@ -47,18 +49,22 @@ class Child:
         for path in (self._progress, self._stacks):
             path.unlink(missing_ok=True)
         variables = {**environment, PROGRESS: str(self._progress), STACKS: str(self._stacks)}
-        output = None if prefix is None else subprocess.PIPE
+        out = None if prefix is None or (not prefix and sys.stdout.isatty()) else subprocess.PIPE
+        errors = None if prefix is None or (not prefix and sys.stderr.isatty()) else subprocess.PIPE
         self._process = subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=None if prefix is None else subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent,
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=out,
+            stderr=subprocess.STDOUT if prefix else errors, start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         self.pid = self._process.pid
         self.started = time.monotonic()
         self._last = Record("other", at=self.started)
-        self._pump = None
-        if prefix is not None and self._process.stdout is not None:
-            self._pump = threading.Thread(target=_copy_lines, args=(self._process.stdout, prefix), daemon=True)
-            self._pump.start()
+        self._pumps = [
+            threading.Thread(target=_copy_lines, args=(source, target, prefix), daemon=True)
+            for source, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+            if source is not None
+        ]
+        for pump in self._pumps:
+            pump.start()
 
     def poll(self) -> int | None:
         """Return the exit code of the process (negative: the signal that ended it); None while it runs."""
@@ -112,8 +118,8 @@ class Child:
             self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             return False
-        if self._pump is not None:
-            self._pump.join(1.0)
+        for pump in self._pumps:
+            pump.join(1.0)
         return True
 
 
@@ -133,11 +139,11 @@ def arrange_stacks(text: str) -> str:
     return "\n".join(f"{heads[0].rstrip(':')}{more[frames]}:\n{frames}" for frames, heads in alike.items())
 
 
-def _copy_lines(source: IO[bytes], prefix: str) -> None:
+def _copy_lines(source: IO[bytes], target: TextIO, prefix: str) -> None:
     for line in source:
         with contextlib.suppress(OSError):  # nobody reads our output any more; the child's pipe must not fill up
-            sys.stdout.buffer.write(prefix.encode() + line)
-            sys.stdout.flush()
+            target.buffer.write(prefix.encode() + line)
+            target.flush()
 
 
 def adopt_orphans() -> None:

@@ -243,7 +243,7 @@ class Supervisor:
             own = {INDEX: str(first + local)}
             if gpus:
                 own[LOCAL_DEVICES] = ",".join(map(str, split_devices(gpus, job.processes, local)))
-            prefix = f"[{first + local}] " if first + local else None
+            prefix = f"[{first + local}] " if first + local else ("" if job.processes > 1 else None)
             try:
                 children.append(Child(first + local, job.command, shared | own, folder, prefix))
             except OSError as error:
@@ -379,7 +379,8 @@ class Supervisor:
 
 def say(text: str) -> None:
     """Print a message of the launcher to standard error."""
-    print(f"jaxstack launch: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"jaxstack launch: {text}\n")  # one write: the processes may print to the same file
+    sys.stderr.flush()
 
 
 def free_port() -> int:

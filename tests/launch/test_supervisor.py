@@ -70,6 +70,17 @@ def test_a_process_that_is_left_of_several_does_not_take_its_place_from_slurm(tm
     assert "place None" in node.communicate(timeout=120)[0]
 
 
+def test_lines_of_several_processes_stay_whole():
+    program = (
+        "import sys\n"
+        "for number in range(300):\n"
+        "    for stream in (sys.stdout, sys.stderr):\n"
+        "        for part in ('one ', 'line', '\\n'): stream.write(part); stream.flush()\n"
+    )
+    out, _ = launch("--processes", "3", program=program).communicate(timeout=60)
+    assert sorted(out.splitlines()) == sorted(rank + "one line" for rank in ("", "[1] ", "[2] ") for _ in range(600))
+
+
 @pytest.mark.parametrize(
     ("code", "starts", "expected"), [(2, 1, 2), (1, 2, 1), (143, 1, 143), (130, 1, 130), (129, 1, 129)]
 )
