@@ -148,6 +148,7 @@ def test_pointing_at_a_chart_tells_its_values(report, browser):
 # --- what scripts make ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.longer
 def test_pictures_are_what_their_script_makes():
     script = load_script("pictures")
     for name, content in script.make_pictures().items():

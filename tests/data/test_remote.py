@@ -135,6 +135,7 @@ def test_every_store_gives_the_batches_of_the_local_directory(scheme, folder, se
         assert sum(name.startswith("train-") and part for name, part in server.requests) > 10
 
 
+@pytest.mark.longer
 def test_shards_are_copied_once_and_then_read_locally(folder, server, tmp_path):
     cache = tmp_path / "nvme"
     first = opened(f"{server.url}/tokens", shard_cache=str(cache))

@@ -41,6 +41,7 @@ def test_smoother_equals_a_dense_gaussian_process():
     assert float(evidence) == pytest.approx(dense, abs=1e-3)
 
 
+@pytest.mark.longer
 def test_unrelated_indices_have_independent_priors():
     far = jnp.full(3, example.FAR)
     mean, variance, _ = example.smooth(jnp.array([1.0, 2.0, 4.0]), jnp.ones(3), far, RATE)

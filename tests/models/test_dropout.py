@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxstack.models.dropout import drop, fold_key, split_key, token_keys
 
 KEY = jax.random.key(3)
 
 
+@pytest.mark.longer
 def test_each_token_has_a_key_of_its_own_wherever_it_lies():
     keys = token_keys(KEY, 4, jnp.arange(6))
     assert len({tuple(k) for k in np.asarray(jax.random.key_data(keys)).reshape(24, -1).tolist()}) == 24

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from jaxstack.models.moe.router import MoEConfig, route
 from jaxstack.optim.base import GroupRule
@@ -48,6 +49,7 @@ def test_the_norm_leaves_out_the_load():
     np.testing.assert_allclose(gradient_norm(gradients), np.sqrt(8 * 0.25))
 
 
+@pytest.mark.longer
 def test_the_bias_evens_out_the_load():
     """Tokens that prefer some experts by far, a new batch each step, and no other weight that learns."""
     config = MoEConfig(

@@ -136,6 +136,7 @@ def test_epsilon_falls_with_the_width():
     np.testing.assert_allclose(updates["embedding"]["table"], -0.5, rtol=1e-5)
 
 
+@pytest.mark.longer
 def test_clipping_of_sgd_does_not_depend_on_the_width():
     """Gradients as muP scales them: of an element 1/m in the embedding and 1 in the head, over m times as many."""
     found = {}

@@ -85,6 +85,7 @@ def test_rules_are_shown_without_values(file, capsys):
     assert "divisible by 2 x context" in text and "must divide the rows of each pipeline" in text
 
 
+@pytest.mark.longer
 def test_an_automatic_layout_is_planned_for_the_memory_of_an_h200(file, capsys):
     assert main(["--config", str(file), "--devices", "2", "parallel=auto"]) == 0
     assert "on 2 devices" in capsys.readouterr().out

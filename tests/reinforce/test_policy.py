@@ -79,6 +79,7 @@ def test_metrics_of_the_tokens():
     assert weights == pytest.approx({"importance": 1.100815, "importance_limited": 1 / 9}, abs=1e-6)
 
 
+@pytest.mark.longer
 def test_estimators_of_the_divergence():
     """Values at one token, and expected gradients under a softmax: k2 and k3+ have that of KL(p || reference)."""
     logits, reference = jnp.array([0.3, -0.5, 1.0, 0.1]), jax.nn.log_softmax(jnp.array([0.0, 0.4, 0.2, -0.6]))

@@ -106,6 +106,7 @@ def test_the_length_of_rows_is_said(source, text, capsys, monkeypatch, tmp_path)
     assert run(capsys, "--run", str(source), "--data", str(text[0]), "parallel.data=1")["row_length"] > 0
 
 
+@pytest.mark.longer
 def test_weights_that_are_no_numbers_are_told(source, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     broken = shutil.copytree(source, tmp_path / "broken")

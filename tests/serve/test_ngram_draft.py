@@ -32,6 +32,7 @@ def test_what_followed_before_is_guessed(tokens, guess):
     assert ngrams.guess(3) == guess and ngrams.count == len(tokens)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("between", [LONGEST_TEXT - 4, LONGEST_TEXT - 3, LONGEST_TEXT - 2])
 def test_the_host_looks_as_far_back_as_the_device(between):
     """Where the newest two tokens occurred at the very beginning of what the device has of a text."""

@@ -61,6 +61,7 @@ def small_trainer(module: Any, loss: Any, data: Any, optimizer: Any, *, rows: in
     return Trainer(module, loss, data, optimizer=optimizer, mesh=mesh, train=train)
 
 
+@pytest.mark.longer
 def test_rules_choose_by_path_and_the_state_holds_factors():
     rules = [LowRankRule(path="first", rank=2), QatRule(path="second", group_size=4)]
     module = compress_in_training(Small, rules)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxstack.compress.formats.lookup_table import (
     PATTERNS,
@@ -23,6 +24,7 @@ def test_the_table_has_every_bfloat16_once():
     )
 
 
+@pytest.mark.longer
 def test_counts_are_exact_and_quantiles_are_those_of_the_weights():
     w = jnp.arange(-8.0, 8.0)[:, None] * jnp.ones((1, 3))
     counts = count_patterns(bfloat16_patterns(w))

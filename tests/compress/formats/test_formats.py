@@ -86,6 +86,7 @@ BOTH = [
 ]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("rule", BOTH, ids=method_name)
 def test_a_step_computes_with_the_values_that_a_recipe_stores(rule):
     layout = MatrixLayout((2, 64, 128), stack=1, inputs=1)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxstack.compress.formats.sparse import MaskRule
 from jaxstack.compress.matrix import MatrixLayout
@@ -10,6 +11,7 @@ from jaxstack.compress.matrix import MatrixLayout
 LAYOUT = MatrixLayout((8, 6), stack=0, inputs=1)
 
 
+@pytest.mark.longer
 def test_zeros_get_no_gradient_and_stay_through_any_step():
     rule = MaskRule(path=".*")
     w = jax.random.normal(jax.random.key(0), LAYOUT.shape)

@@ -26,6 +26,7 @@ def test_the_export_of_a_trained_weight_is_what_rtn_writes(bits: int, group: int
     assert len(np.unique(np.round(steps))) <= 2**bits
 
 
+@pytest.mark.longer
 def test_the_gradient_is_that_of_the_rounded_weight():
     grid = Grid(3, 8)
     x = jax.random.normal(jax.random.key(1), (5, 32))

@@ -17,6 +17,7 @@ from pallas_kernels import PackedWeight
 from pallas_kernels.weight_only.formats import powers_of_two
 
 
+@pytest.mark.longer
 def test_a_tile_takes_the_power_of_two_with_the_least_error():
     w = jax.random.normal(jax.random.key(0), (16, 24)) * jnp.repeat(jnp.array([1.0, 30.0]), 8)[:, None]
     q, exponents = round_tiles(w, 4, 8)

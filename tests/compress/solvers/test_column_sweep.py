@@ -160,6 +160,7 @@ def test_factor_of_the_inverse():
     np.testing.assert_allclose(upper.T @ upper @ hessian, np.eye(24), atol=2e-4)
 
 
+@pytest.mark.longer
 def test_failed_factorization_leaves_plain_rounding():
     w = _float32(np.random.default_rng(0).normal(size=(8, 16)))
     grid = Grid(4, 8)
@@ -188,6 +189,7 @@ def test_no_group_of_a_pattern_is_cut_by_a_block():
     np.testing.assert_array_equal((np.asarray(found) == 0).reshape(4, -1, 6).sum(-1), 4)
 
 
+@pytest.mark.longer
 def test_n_of_m_keeps_n_in_every_group():
     random = np.random.default_rng(0)
     scores = _float32(random.integers(0, 3, (16, 24)))  # with many equal scores

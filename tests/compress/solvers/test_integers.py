@@ -32,6 +32,7 @@ def test_integer_products_are_those_of_the_rounded_operands():
     np.testing.assert_allclose(integer_matmul(q, exponents, w_q, by_row), wanted, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.longer
 def test_rounded_activations_err_by_at_most_a_step():
     x = jax.random.normal(jax.random.key(0), (5, 3, 96))  # blocks of 32
     q, exponents = encode_blocks(x)

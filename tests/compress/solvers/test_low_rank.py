@@ -86,6 +86,7 @@ def test_a_draw_truncates_one_matrix_of_a_stack():
     np.testing.assert_array_equal(masks[3:6, 1], np.ones((3, 3)))
 
 
+@pytest.mark.longer
 def test_the_group_lasso_is_that_of_the_tails_and_has_a_gradient_at_zero():
     rule = LowRankRule(path=".*", penalty=0.5)
     stored = {"u": jnp.asarray([[3.0, 0.0], [4.0, 0.0]]), "v": jnp.asarray([[1.0, 0.0], [0.0, 2.0]])}

@@ -32,6 +32,7 @@ def test_scales_start_on_the_grid_of_gptq_and_have_the_gradient_of_lsq():
     np.testing.assert_array_equal(halved["scale"], stored["scale"] / 2)
 
 
+@pytest.mark.longer
 def test_the_export_is_what_rtn_with_fitted_scales_writes():
     layout = MatrixLayout((32, 24), 0, 1)
     stored = RULE.store(jnp.asarray(W.T), layout)

@@ -117,6 +117,7 @@ def test_the_order_of_channels_is_that_of_rotated_keys(width):
     assert (energies[2:] > 0.85 * energies[:-2]).all()
 
 
+@pytest.mark.longer
 def test_a_sorted_cache_rounds_to_the_same_values_in_any_layout():
     """`as_stored` returns keys in their own order, with the error of the sorted blocks."""
     random = np.random.default_rng(0)

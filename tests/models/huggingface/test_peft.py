@@ -43,6 +43,7 @@ def write_adapter(folder: Path, tensors: dict[str, np.ndarray], **settings) -> P
     return folder
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("family", TENSORS)
 @pytest.mark.parametrize("rslora", [False, True])
 def test_matrices_change_the_weights_as_peft_does(family, rslora, tmp_path):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxstack.models.attention.slot_cache import padding_last
@@ -17,6 +18,7 @@ def _definition(module: ShortConvolution, x: np.ndarray) -> np.ndarray:
     return out / (1 + np.exp(-out))
 
 
+@pytest.mark.longer
 def test_documents_tails_and_padding():
     module = ShortConvolution((2, 3), ("heads", "head_dim"), 4, rngs=nnx.Rngs(0), bias=True)
     module.bias = module.bias.replace(jnp.arange(6.0).reshape(2, 3))

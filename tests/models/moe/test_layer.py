@@ -83,6 +83,7 @@ def test_output_and_gradients_are_those_of_the_loop_over_experts(name):
     assert name == "one_expert" or all(np.any(g) for g in jax.tree.leaves(gradients) if g.ndim > 1)
 
 
+@pytest.mark.longer
 def test_arrange_gives_each_assignment_a_row_of_its_group():
     assigned = jnp.array([[2, 0], [3, 2], [0, 2], [1, 3]])  # 3 is of no group
     rows, sizes = arrange(assigned, 3, 4)

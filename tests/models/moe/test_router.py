@@ -130,6 +130,7 @@ def test_given_experts_get_their_scores_as_weights():
     assert (np.abs(gradient[..., [4, 1]]) > 1e-4).all() and np.abs(gradient[..., [0, 2, 3, 5]]).max() < 1e-6
 
 
+@pytest.mark.longer
 def test_balance_of_layers_and_its_metrics():
     """Sums of parts of a batch add up; a model's layers without a router do not count."""
     limited = config(capacity_factor=0.5)

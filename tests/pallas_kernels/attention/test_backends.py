@@ -41,11 +41,13 @@ def test_error_at_most_twice_the_plain_version(name, backend):
     check(CASES[name], backend)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_the_log_sum_exp(backend):
     check(Case(segments=2), backend, with_lse=False)
 
 
+@pytest.mark.longer
 def test_dense_weights_recomputed_where_memory_is_dear():
     """Off the CPU the dense backend keeps no weights: its gradients must be the same."""
     from pallas_kernels import flash_attention, lowering_platform

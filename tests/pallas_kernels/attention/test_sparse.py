@@ -93,6 +93,7 @@ def test_longformer_error_at_most_twice_the_plain_version(name, backend):
     check(LONGFORMER[name], backend, attention=longformer_attention, plainly=plain_longformer)
 
 
+@pytest.mark.longer
 def test_longformer_without_global_tokens_is_a_causal_window():
     q = jax.random.normal(jax.random.key(0), (1, 50, 2, 8))
     windowed = run_jitted(lambda q: flash_attention(q, q, q, window=9, implementation="xla"), q)
@@ -100,6 +101,7 @@ def test_longformer_without_global_tokens_is_a_causal_window():
     np.testing.assert_array_equal(ours, windowed)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_packed_document_is_as_if_alone(backend):
     q = jax.random.normal(jax.random.key(0), (1, 50, 2, 8))
@@ -171,6 +173,7 @@ def test_block_sparse_error_at_most_twice_the_plain_version(name, backend):
     check(BLOCK_SPARSE[name], backend, attention=block_sparse_attention, plainly=plain_block_sparse)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_an_empty_row_gives_zero_and_no_gradient(backend):
     q = jax.random.normal(jax.random.key(0), (1, 48, 1, 8))

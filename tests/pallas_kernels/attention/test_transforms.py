@@ -22,6 +22,7 @@ def loss(q, k, v, implementation, **options):
     return (flash_attention(q, k, v, implementation=implementation, **options) ** 2).sum()
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_vmap(backend):
     q, k, v = arrays(3, 2)

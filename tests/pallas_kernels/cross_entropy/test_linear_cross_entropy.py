@@ -106,6 +106,7 @@ def test_float32_weight_beside_bfloat16_hidden():
         assert (d_weight.astype(jnp.bfloat16).astype(jnp.float32) != d_weight).any()
 
 
+@pytest.mark.longer
 def test_labels_out_of_range_are_not_silent():
     hidden = jnp.ones((3, 4))
     weight = jnp.ones((4, 5))

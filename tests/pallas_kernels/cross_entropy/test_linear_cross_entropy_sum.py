@@ -196,6 +196,7 @@ def test_three_matmuls_with_gradients_and_one_without():
     assert matmuls(jax.grad(lambda h, w: losses(h, w).sum(), argnums=(0, 1))) == 4
 
 
+@pytest.mark.longer
 def test_a_large_16_bit_weight_gathers_its_gradient_in_its_own_dtype(monkeypatch):
     """As many roundings as are allowed, and still within twice the plain version's error."""
     monkeypatch.setattr(xla, "CHUNK_BYTES", 2 * 64 * 16)

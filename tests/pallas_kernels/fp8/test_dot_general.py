@@ -228,6 +228,7 @@ def test_scales_are_the_largest_power_of_two_that_fits(dtype):
     assert power_of_two_scale(jnp.zeros(()), dtype) == 1
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_value_that_is_not_finite_is_not_hidden(recipe, value):
@@ -361,6 +362,7 @@ X = np.random.default_rng(3).normal(size=(64, 32)).astype(np.float32)
 Y = np.sin(X @ np.random.default_rng(4).normal(size=(32, 16)).astype(np.float32) / 4)
 
 
+@pytest.mark.longer
 def test_nnx_linear_takes_it():
     def loss_of(**options):
         graphdef, params = nnx.split(nnx.Linear(32, 16, rngs=nnx.Rngs(0), **options))

@@ -35,6 +35,7 @@ def largest(differences):
     return [float(jnp.abs(d).max()) for d in differences]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_gradient_is_that_of_the_forward(name):
     activation = ACTIVATIONS[name]

@@ -113,6 +113,7 @@ def test_compiled_for_hopper_without_spills(columns, monkeypatch, capfd):
     assert f"bf16[4,512,{columns}]" not in text.split("ENTRY")[1].split("custom-call")[0], "no copy in bfloat16"
 
 
+@pytest.mark.longer
 def test_groups_start_at_blocks():
     assert grouped_matmul_alignment(4096, 4, fp8=True) == 128
     x, weights, _ = arrays(128, 128)

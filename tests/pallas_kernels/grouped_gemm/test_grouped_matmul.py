@@ -77,6 +77,7 @@ def test_sizes_are_data():
     assert compiled._cache_size() == 1
 
 
+@pytest.mark.longer
 @fully_optimized()
 def test_work_and_memory_do_not_grow_with_the_number_of_groups():
     def cost(groups: int) -> tuple[float, float]:

@@ -33,6 +33,7 @@ def test_products_of_all_64_pairs_are_exact():
             np.testing.assert_array_equal(found, wanted, err_msg=f"{x_bits} by {w_bits} bits")
 
 
+@pytest.mark.longer
 def test_the_longest_sum_that_int32_holds_is_exact_and_a_longer_one_is_refused():
     longest = (2**31 - 1) // 255**2
     ones = jnp.full((1, longest), 255, jnp.uint8)

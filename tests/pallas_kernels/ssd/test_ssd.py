@@ -53,6 +53,7 @@ def test_chunks_equal_the_recurrence(packed):
         np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.longer
 def test_packed_documents_are_as_if_alone():
     """Each document of the first row alone: the tokens of the others have dt = 0, which leaves the state as it is."""
     x, dt, a, b, c, state = (z if z.ndim == 1 else z[:1] for z in arrays())

@@ -80,6 +80,7 @@ def test_weights_and_what_is_shared_are_not_saved():
     assert all(s.shape[0] == B for s in split.saved if np.prod(s.shape) >= D * D), "activations only"
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("jitted", [False, True])
 def test_views_of_weights_are_not_kept_for_each_microbatch(jitted):
     heads = 4
