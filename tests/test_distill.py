@@ -23,6 +23,7 @@ def whole(hidden: jax.Array, weight: jax.Array, options: DivergenceOptions) -> j
     return jnp.sum(COUNTS * jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1))
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("chunk", "caps"), [(None, (None, None)), (10, (3.0, 2.0)), (4, (None, None))])
 def test_chunks_equal_the_whole(chunk: int | None, caps: tuple[float | None, float | None]):
     options = DivergenceOptions(2.0, *caps, chunk)

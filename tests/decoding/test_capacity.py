@@ -14,6 +14,7 @@ from tests.serve.tiny import open_tiny
 MEMORY = 4_000_000
 
 
+@pytest.mark.longer
 def test_more_requests_than_fit_are_refused_with_the_largest_number_that_fits(monkeypatch):
     monkeypatch.setattr(cache_room, "memory_per_device", lambda: MEMORY)
     model = open_tiny()

@@ -57,6 +57,7 @@ def test_coefficients_equal_those_of_wigner_symbols():
     np.testing.assert_allclose(example.gaunt_tensor(2), real.real, atol=1e-6)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("degree", [0, 1, 4])
 def test_product_on_the_grid_equals_the_contraction(degree):
     assert example.contraction_error(degree) < 1e-5

@@ -102,6 +102,7 @@ def test_the_window_bounds_what_a_layer_keeps(values, slots):
     assert [layer.key.shape for layer in cache.layers] == [(3, 2, n, 8) for n in slots]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("slots", "pinned"), [(8, 0), (5, 2), (3, 3), (1, 0)])
 def test_a_slot_holds_the_newest_token_of_its_turn(slots, pinned):
     """A token at a time, several at once, and all at once, against a list of who wrote where."""

@@ -29,6 +29,7 @@ def test_a_mask_belongs_to_its_token_and_has_the_right_mean():
     assert abs(float(heads.mean()) - 1) < 0.03
 
 
+@pytest.mark.longer
 def test_parts_of_the_model_draw_other_masks():
     x = jnp.ones((2, 3, 64))
     keys = token_keys(KEY, 2, jnp.arange(3))

@@ -1,5 +1,6 @@
 """What a Transformer computes: who sees whom, the components of the families, and decoding with a cache."""
 
+import functools
 import math
 
 import jax
@@ -48,9 +49,9 @@ def forward(model: Transformer, tokens, positions=None, segment_ids=None):
     return model(tokens, positions=positions, segment_ids=segment_ids)
 
 
-@pytest.fixture(scope="module")
-def models() -> dict[str, Transformer]:
-    return {name: build(**values) for name, values in FAMILIES.items()}
+@functools.cache
+def model_of(family: str) -> Transformer:
+    return build(**FAMILIES[family])
 
 
 @pytest.fixture(scope="module")
@@ -64,28 +65,28 @@ def close(a, b, tolerance: float = 2e-5) -> None:
 
 @pytest.mark.longer
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_later_token_changes_nothing_before_it(models, tokens, family):
+def test_a_later_token_changes_nothing_before_it(tokens, family):
     other = tokens.copy()
     other[:, 9] = (other[:, 9] + 1) % 61
-    first = forward(models[family], tokens)
-    second = forward(models[family], other)
+    first = forward(model_of(family), tokens)
+    second = forward(model_of(family), other)
     assert first.shape == (B, T, 61) and first.dtype == jnp.float32
     close(first[:, :9], second[:, :9])
     assert np.abs(first[:, 9:] - second[:, 9:]).max() > 1e-3
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "llama4"])
-def test_packed_documents_are_as_if_alone(models, tokens, family):
+def test_packed_documents_are_as_if_alone(tokens, family):
     lengths = [5, 7, 4]
     segments = np.repeat([1, 2, 3], lengths)[None].repeat(B, 0).astype(np.int32)
     positions = np.concatenate([np.arange(n) for n in lengths])[None].repeat(B, 0).astype(np.int32)
-    packed = forward(models[family], tokens, positions, segments)
+    packed = forward(model_of(family), tokens, positions, segments)
     start = 0
     for length in lengths:
-        alone = forward(models[family], tokens[:, start : start + length])
+        alone = forward(model_of(family), tokens[:, start : start + length])
         close(packed[:, start : start + length], alone)
         start += length
-    assert np.abs(packed - forward(models[family], tokens)).max() > 1e-2
+    assert np.abs(packed - forward(model_of(family), tokens)).max() > 1e-2
 
 
 def test_a_window_hides_what_lies_behind_it(tokens):
@@ -192,9 +193,9 @@ def test_rotary_positions_are_relative(tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoding_with_a_cache_equals_the_full_forward(models, tokens, family):
+def test_decoding_with_a_cache_equals_the_full_forward(tokens, family):
     """A prompt padded at the left, then a token at a time; each row as if it were alone and unpadded."""
-    model = models[family]
+    model = model_of(family)
     lengths = [6, 3, 1]
     width = 6
     steps = 4
@@ -217,8 +218,8 @@ def test_decoding_with_a_cache_equals_the_full_forward(models, tokens, family):
         close(np.stack(found[row]), wanted[row, length - 1 : length + steps], 1e-4)
 
 
-def test_prefill_gives_the_logits_after_the_last_token_of_each_row(models, tokens):
-    model = models["llama"]
+def test_prefill_gives_the_logits_after_the_last_token_of_each_row(tokens):
+    model = model_of("llama")
     lengths = np.array([T, 5, 1], np.int32)
     positions = np.broadcast_to(np.arange(T), (B, T)).astype(np.int32)
     every, cache = model.decode(tokens, positions, model.make_cache(B, T))

@@ -41,6 +41,7 @@ def test_singular_values_become_equal_and_singular_vectors_stay(shape):
     np.testing.assert_allclose(found, np.diag(values), atol=2e-4)
 
 
+@pytest.mark.longer
 def test_the_iteration_is_that_of_optax():
     tree = {"x": normal(3, 16, 24)}
     dims = {"x": optax.contrib.MuonDimensionNumbers(1, 2)}

@@ -105,6 +105,7 @@ def test_a_sharded_recurrence_equals_the_whole_one(name, lengths, devices, layou
         np.testing.assert_allclose(ours, right, atol=1e-4)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ids", [None, make_ids(LENGTHS["packed"])], ids=LENGTHS)
 def test_the_tokens_before_each_part(ids):
     values = jnp.arange(1.0, 2 * LENGTH + 1).reshape(2, LENGTH)

@@ -58,6 +58,7 @@ def test_layouts_of_megatrons_table_1(row):
     assert degrees_of(row, cluster_of(row)) == expected
 
 
+@pytest.mark.longer
 @rows_of_table
 def test_all_layouts_of_the_table_with_less_memory(row):
     assert degrees_of(row, cluster_of(row, memory_bytes=58 * 10**9)) == (row["t"], row["p"])

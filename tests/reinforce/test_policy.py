@@ -132,6 +132,7 @@ def test_groups_of_equal_rewards_do_not_count():
     assert PolicyConfig(loss="grpo", drop_equal_groups=False).counts(rewards).all()
 
 
+@pytest.mark.longer
 def test_distillation_follows_the_divergence_from_the_teacher():
     """The expected gradient is that of KL(model || teacher); overlong answers count, and one sample is enough."""
     settings = PolicyConfig(loss="distill", samples=1)

@@ -37,6 +37,7 @@ def test_more_bits_and_smaller_groups_err_less():
     assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-4
 
 
+@pytest.mark.longer
 def test_block_floating_point_shares_the_exponent_of_the_largest():
     w = jnp.asarray([[1.0, -0.5, 0.25, 3.0], [0.0, 0.0, 0.0, 0.0]])
     packed = BlockFloat(path=".", bits=4, block_size=4).compress(w, None)

@@ -13,6 +13,7 @@ from pallas_kernels.weight_only.rounding_grid import Grid
 W = 0.02 * np.random.default_rng(0).normal(size=(24, 32)).astype(np.float32)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 16), (3, 8)])
 def test_the_export_of_a_trained_weight_is_what_rtn_writes(bits: int, group: int | None):
     rule = QatRule(path=".*", bits=bits, group_size=group)

@@ -152,6 +152,7 @@ def test_one_pruned_column_moves_into_the_other():
     np.testing.assert_allclose(found.w, np.stack([np.zeros(2), expected], 1), rtol=1e-6)
 
 
+@pytest.mark.longer
 def test_factor_of_the_inverse():
     hessian = make_layer(24, 64).hessian
     factor = factorize(_float32(hessian), damping=0.0)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from jaxstack.optim.base import GroupRule
 from jaxstack.optim.build import build_optimizer
@@ -17,6 +18,7 @@ def gradient_of(params):
     return jax.tree.map(lambda p: jnp.sin(3 * p) + 0.3, params)
 
 
+@pytest.mark.longer
 def test_parameters_are_the_averages_of_optax():
     def rate(step):
         return 0.01 * jnp.minimum((step + 1) / 4, 1.0)

@@ -20,6 +20,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("shape, inputs, outputs, limit, rows, columns", [
     ((6, 8), 1, 1, 4, (2, 3), (2, 4)),
     ((3, 6, 2, 4), 1, 2, 4, (2, 3), (2, 4)),

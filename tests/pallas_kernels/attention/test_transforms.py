@@ -99,6 +99,7 @@ def test_temporary_memory_is_linear_in_the_length():
     assert second < 16384 * 16384
 
 
+@pytest.mark.longer
 def test_merge_of_two_sets_of_keys_is_attention_over_both():
     q, k, v = arrays(1)
 

@@ -373,6 +373,7 @@ def test_nnx_linear_takes_it():
     assert fp8 != plain and abs(fp8 / plain - 1) < 0.05
 
 
+@pytest.mark.longer
 def test_linen_dense_takes_it():
     def loss_of(**options):
         layer = linen.Dense(16, **options)

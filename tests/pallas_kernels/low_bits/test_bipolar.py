@@ -22,6 +22,7 @@ def test_values_of_the_format_are_encoded_exactly(bits):
     assert decode_bipolar(encode_bipolar(far, bits), bits).tolist() == [1 - 2**bits, 2**bits - 1]
 
 
+@pytest.mark.longer
 def test_products_of_all_64_pairs_are_exact():
     random = np.random.default_rng(0)
     for x_bits in range(1, 9):

@@ -31,6 +31,7 @@ def test_every_pair_of_4_bit_integers_survives_packing():
     np.testing.assert_array_equal(unpack_nibbles(packed), pairs)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("bits", [4, 8])
 def test_block_floating_point_errs_by_at_most_half_a_step(bits):
     """The step is 2^(e - bits + 2) for a largest magnitude in [2^e, 2^(e+1)); only the top half step is clipped."""
@@ -88,6 +89,7 @@ def test_bits_of_a_value(codec, bits):
     assert sum(8 * p.size * p.dtype.itemsize for p in parts) == bits * 3 * 2 * 128
 
 
+@pytest.mark.longer
 def test_the_channel_sort_is_a_permutation_of_products():
     """Whole numbers, whose sums are exact in any order, give bit-equal scores; others the same set of products."""
     random = np.random.default_rng(0)
@@ -107,6 +109,7 @@ def test_the_channel_sort_is_a_permutation_of_products():
     np.testing.assert_array_equal(sort_channels(sort_channels(k, order), jnp.argsort(order, -1)), k)
 
 
+@pytest.mark.longer
 def test_an_encoded_array_takes_on_new_values_in_its_order():
     order = jnp.asarray([[2, 0, 3, 1]], jnp.int32)
     empty = Encoded(BlockFloatCodec(8, 2).encode(jnp.zeros((1, 1, 4))), order, BlockFloatCodec(8, 2))
