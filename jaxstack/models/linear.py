@@ -40,6 +40,7 @@ from pallas_kernels import (
 from pallas_kernels.batch_invariant.mode import is_batch_invariant
 from pallas_kernels.batch_invariant.product import matmul
 from pallas_kernels.target import current_target
+from pallas_kernels.weight_only.float8_mlp import float8_mlp, rounds_to_float8
 from pallas_kernels.weight_only.packed import concatenate_outputs, is_packed
 
 Kernel: TypeAlias = jax.Array | QuantizedWeight | PackedWeight
@@ -267,6 +268,19 @@ def apply_mlp(
     if fused_name is None or _not_fusable_reason((last,)) is not None:
         return apply_and_sum(activation(*inner), last)
     return last.add_bias(activated_matmul(inner, kernels[-1], fused_name))
+
+
+def is_float8_mlp(*layers: Linear) -> bool:
+    """Return True if `apply_float8_mlp` can compute an MLP of these layers: all in FP8 W8A8 and no more than that."""
+    plain = all(layer.adapter is None and layer.bias is None for layer in layers)
+    return plain and not is_sharded() and all(map(rounds_to_float8, _stored_kernels(layers)))
+
+
+def apply_float8_mlp(x: LayerInput, gate_up: Linear, down: Linear) -> Float[Array, "B T D"]:
+    """Apply a SwiGLU MLP whose gate and up projection are one layer, see `is_float8_mlp`."""
+    whole = save_for_backward(gradient_carrier(x))
+    first, last = (cast(PackedWeight, layer.kernel.get_value()) for layer in (gate_up, down))
+    return float8_mlp(whole, first, last)
 
 
 def add(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "... D"]:

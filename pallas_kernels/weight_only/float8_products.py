@@ -24,6 +24,9 @@ def quantize_tokens(x: Float[Array, "rows in"]) -> tuple[Float[Array, "rows in"]
     Returns:
       The FP8 numbers, and the float32 scales; a token of zeros has scale 1.
     """
+    if x.shape[1] > _FUSED_INPUTS:
+        # Of longer tokens XLA would write what their dtype was rounded from, in float32, and read that twice.
+        x = jax.lax.optimization_barrier(x)
     x = x.astype(jnp.float32)
     # Multiplied by 1/448: XLA rewrites a division by a constant so; written out, every program has the same bits.
     scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True) * jnp.float32(1 / LARGEST)
@@ -48,13 +51,26 @@ def scaled_product(
       scales: its scales.
 
     Returns:
-      The product, float32. The sums of inputs in bfloat16 are stored in bfloat16 before they are scaled, which halves
-      their bytes.
+      The product, float32.
     """
-    if x.shape[1] > _FUSED_INPUTS:
-        # Of longer tokens XLA would write what their dtype was rounded from, in float32, and read that twice.
-        x = jax.lax.optimization_barrier(x)
     rounded, token_scales = quantize_tokens(x)
-    stored = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    sums = jax.lax.dot_general(rounded, q, (((1,), (1,)), ((), ())), preferred_element_type=stored)
+    return scale_sums(sum_products(rounded, q, x.dtype), token_scales, scales)
+
+
+def sum_products(
+    rounded: Float[Array, "rows in"], q: Float[Array, "out in"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "rows out"]:
+    """Multiply FP8 numbers with the transpose of an FP8 matrix, summed in float32.
+
+    Returns:
+      The sums, not scaled. With a `dtype` of bfloat16 they are stored in it, which halves their bytes, else in float32.
+    """
+    stored = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    return jax.lax.dot_general(rounded, q, (((1,), (1,)), ((), ())), preferred_element_type=stored)
+
+
+def scale_sums(
+    sums: Float[Array, "rows out"], token_scales: Float[Array, "rows 1"], scales: Float[Array, "out 1"]
+) -> Float[Array, "rows out"]:
+    """Return the sums of `sum_products` times the scales of their tokens and outputs, in float32."""
     return sums.astype(jnp.float32) * token_scales * scales[:, 0].astype(jnp.float32)

@@ -44,6 +44,7 @@ from pallas_kernels.low_bits.encoded import Encoded
 from pallas_kernels.page_copies.api import copy_newest
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.weight_only.api import many_row_options
+from pallas_kernels.weight_only.float8_mlp import float8_mlp
 from pallas_kernels.weight_only.float8_products import MOST_EXACT_ROWS, round_tokens
 from pallas_kernels.weight_only.formats import Float8Format, LookupFormat
 from pallas_kernels.weight_only.packed import pack_float8, pack_lookup, pack_nearest
@@ -348,6 +349,25 @@ def test_chunks_attend_to_the_tokens_that_kernels_copy(new_tokens, fp8, monkeypa
     monkeypatch.setattr(paged_cache, "_kernels_copy", lambda *_: False)
     wanted = jax.jit(lambda *arrays: attend(*arrays))(q, cache, table, lengths)
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "hidden"), [(17, 3584), (300, 14336)])
+def test_an_mlp_in_fp8(rows, hidden, dtype):
+    """Against XLA's form; a number beside a boundary of FP8 may be rounded to either neighbour."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    gate_up, down = (
+        pack_float8(64 * jax.random.normal(key, shape), jnp.full((shape[0], 1), 2.0**-11), round_inputs=True)
+        for key, shape in zip(keys, [(2 * hidden, 1024), (1024, hidden)], strict=False)
+    )
+    x = (jax.random.normal(keys[2], (rows, 1024)) * 10.0 ** jnp.linspace(-2, 1, rows)[:, None]).at[3].set(0)
+    with record_choices() as choices:
+        found = jax.jit(float8_mlp)(x.astype(dtype), gate_up, down)
+    assert choices[0].backend == "triton"
+    wanted = jax.jit(functools.partial(float8_mlp, implementation="xla"))(x.astype(dtype), gate_up, down)
+    found, wanted = (np.asarray(y, np.float32) for y in (found, wanted))
+    assert not found[3].any()
+    assert np.all(np.linalg.norm(found - wanted, axis=1) <= 0.01 * np.linalg.norm(wanted, axis=1))
 
 
 @pytest.mark.parametrize("name", update_cases.CASES)

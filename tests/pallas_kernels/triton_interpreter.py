@@ -76,19 +76,24 @@ def let_numpy_index():
     interpreter._patch_lang_tensor = patch_and_mend
 
 
-def let_fp8_carry():
-    """Triton's interpreter loses the carry when it rounds to FP8: round by numpy."""
+def let_casts_round():
+    """Triton's interpreter cuts bfloat16 off, and loses the carry when it rounds to FP8: round both by numpy."""
     from triton import language
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float
+    dtypes = {
+        language.float8e4nv: (ml_dtypes.float8_e4m3fn, np.uint8),
+        language.bfloat16: (ml_dtypes.bfloat16, np.uint16),
+    }
 
-    def round_to_fp8(numbers, source, target, mode):
-        if source == language.float32 and target == language.float8e4nv:
-            return numbers.view(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    def round_numbers(numbers, source, target, mode):
+        if source == language.float32 and target in dtypes:
+            dtype, stored = dtypes[target]
+            return numbers.view(np.float32).astype(dtype).view(stored)
         return convert(numbers, source, target, mode)
 
-    interpreter._convert_float = round_to_fp8
+    interpreter._convert_float = round_numbers
 
 
 def let_assembly_run():

@@ -19,7 +19,13 @@ from pallas_kernels.kv_cache_update.api import rotate_into_cache
 from pallas_kernels.kv_cache_update.request import make_request
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.kv_cache_update.cases import CASES, Case, assert_equal, expected
-from tests.pallas_kernels.triton_interpreter import Array, let_fp8_carry, let_numpy_index, needs_triton, run_interpreted
+from tests.pallas_kernels.triton_interpreter import (
+    Array,
+    let_casts_round,
+    let_numpy_index,
+    needs_triton,
+    run_interpreted,
+)
 
 NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "float8_e4m3fn": "fp8e4nv"}
 
@@ -28,7 +34,7 @@ def interpret(name: str) -> None:
     from pallas_kernels.kv_cache_update.triton_kernel import update_kernel
 
     let_numpy_index()
-    let_fp8_carry()
+    let_casts_round()
     case = CASES[name]
     arguments = case.arguments()
     plan = triton.make_plan(make_request(*map(jnp.asarray, arguments), **case.options()))
