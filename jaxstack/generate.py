@@ -135,7 +135,7 @@ def _generate(args: argparse.Namespace) -> None:
         try:
             with doing("generating"), record_choices() as choices:
                 _print_texts(args, run, prompts, sampling)
-            if is_first() and (products := describe_backends(choices, "packed_matmul")):
+            if is_first() and (products := describe_backends(choices, "packed_matmul", "float8_mlp")):
                 say(products)
         finally:
             run.decoder.unload()

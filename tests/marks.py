@@ -20,7 +20,7 @@ SLOW_MARKS = {
     "interpreted_kernel": "runs a GPU kernel in an interpreter on the CPU",
     "eight_devices": "compiles a program for a mesh of simulated devices",
     "trains": "compiles a model or its training step",
-    "longer": "runs more cases, or a longer one, of what a test of the default runs; set by hand",
+    "longer": "takes a second or more, and another test of the default runs the same code; set by hand",
     "exhaustive": "repeats at more cases, or at full length, what a faster test shows; set by hand",
 }
 """Mark -> what makes the test slow."""

@@ -31,7 +31,7 @@ from benchmarks.kernels.packed_products import make_weights, time_turn
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.distributed.xla_options import packed_weight_options
 from jaxstack.models import preset_config
-from pallas_kernels import PackedWeight, record_choices
+from pallas_kernels import PackedWeight
 from pallas_kernels.weight_only.float8_mlp import BACKENDS, float8_mlp
 from pallas_kernels.weight_only.formats import RoundedInputFloat8Format
 from pallas_kernels.weight_only.xla import FLOAT8_OPTIONS
@@ -39,10 +39,8 @@ from pallas_kernels.weight_only.xla import FLOAT8_OPTIONS
 COLUMNS = ("work", "implementation", "milliseconds", "speedup", "device")
 
 
-def compile_passes(
-    weights: Sequence[Any], x: jax.Array, passes: int, implementation: str
-) -> tuple[Callable[[], jax.Array], str]:
-    """Return a function that makes the passes, and the name of the backend that computes them."""
+def compile_passes(weights: Sequence[Any], x: jax.Array, passes: int, implementation: str) -> Callable[[], jax.Array]:
+    """Return a function that makes the passes."""
 
     def make_passes(x: jax.Array, weights: Sequence[PackedWeight]) -> jax.Array:
         def one_pass(_: jax.Array | int, x: jax.Array) -> jax.Array:
@@ -56,20 +54,17 @@ def compile_passes(
 
     on_gpu = jax.default_backend() == "gpu"
     options = packed_weight_options() | FLOAT8_OPTIONS if on_gpu else None
-    with record_choices() as choices:
-        compiled = jax.jit(make_passes, compiler_options=options).lower(x, weights).compile()
-    return lambda: compiled(x, weights), choices[0].backend
+    compiled = jax.jit(make_passes, compiler_options=options).lower(x, weights).compile()
+    return lambda: compiled(x, weights)
 
 
 def measure(work: str, width: int, inner: int, rows: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one row for each implementation."""
     x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
     weights = make_weights(RoundedInputFloat8Format(), width, inner, arguments.pairs)
-    runs = {}
-    for name in arguments.implementations:
-        run, backend = compile_passes(weights, x, arguments.passes, name)
+    runs = {name: compile_passes(weights, x, arguments.passes, name) for name in arguments.implementations}
+    for run in runs.values():
         jax.block_until_ready(run())
-        runs[backend] = run
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(arguments.turns):
         for name, run in runs.items():
@@ -91,7 +86,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama3-8b"], metavar="PRESET",
                         help="presets whose MLP gives the sizes (default: %(default)s)")  # fmt: skip
     parser.add_argument("--rows", nargs="+", type=positive(int), default=[64, 256, 8192], metavar="N",
-                        help="of activations (default: %(default)s)")  # fmt: skip
+                        help="of activations, over 16 (default: %(default)s)")  # fmt: skip
     parser.add_argument("--pairs", type=positive(int), default=8, metavar="N", help="layers (default: %(default)s)")
     parser.add_argument("--passes", type=positive(int), default=16, metavar="N", help="default: %(default)s")
     parser.add_argument("--turns", type=positive(int), default=5, metavar="N", help="default: %(default)s")

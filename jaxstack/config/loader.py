@@ -313,13 +313,15 @@ _MOST_PROBLEMS = 10
 
 
 def _with_lists_once(lines: Iterable[str]) -> list[str]:
-    """Return the lines of a message, in which a list of valid names that is as an earlier one is left out."""
+    """Return the lines of a message, without the lists of valid names that an earlier line of it has."""
     told = set[str]()
     found = list[str]()
     for line in lines:
         problem, mark, names = line.partition(f"; {CHOICES}")
-        found.append(f"{problem}." if mark and names in told else line)
-        told.add(names)
+        known = bool(mark) and names in told
+        found.append(f"{problem}; the choices are those listed above." if known else line)
+        if mark:
+            told.add(names)
     return found
 
 

@@ -1,11 +1,13 @@
 """Training processes of a run: starts, watches and ends one with its descendants, and finds stuck and slow ones."""
 
+import collections
 import contextlib
 import ctypes
 import dataclasses
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import statistics
@@ -35,13 +37,21 @@ class Child:
       command: program and arguments.
       environment: its whole environment.
       folder: for the files with its progress and its stacks.
-      prefix: written before each line that it prints; None: it prints to the launcher's own terminal. With a prefix,
-        or with an empty one where the launcher prints to a file, its lines are copied whole: those of several
-        processes would tear each other apart, as Python writes a line in several parts.
+      copies: True if other processes print to the same place. Its lines are then copied there one by one, since the
+        launcher makes Python write at once, a line in several parts, which would mix with those of the others. Without
+        a prefix it keeps a terminal, which progress bars ask for. False: it inherits the launcher's output.
+      prefix: written before each copied line. With a prefix, what it prints as errors goes to the output too.
     """
 
     def __init__(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], folder: Path, prefix: str | None
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        *,
+        copies: bool = False,
+        prefix: str = "",
     ):
         self.rank = rank
         self._progress = folder / f"progress-{rank}"
@@ -49,18 +59,17 @@ class Child:
         for path in (self._progress, self._stacks):
             path.unlink(missing_ok=True)
         variables = {**environment, PROGRESS: str(self._progress), STACKS: str(self._stacks)}
-        out = None if prefix is None or (not prefix and sys.stdout.isatty()) else subprocess.PIPE
-        errors = None if prefix is None or (not prefix and sys.stderr.isatty()) else subprocess.PIPE
+        out, errors = _ways_out(prefix) if copies else (None, None)
         self._process = subprocess.Popen(
             command, env=variables, stdin=subprocess.DEVNULL, stdout=out,
-            stderr=subprocess.STDOUT if prefix else errors, start_new_session=True, preexec_fn=die_with_parent,
+            stderr=errors, start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         self.pid = self._process.pid
         self.started = time.monotonic()
         self._last = Record("other", at=self.started)
         self._pumps = [
             threading.Thread(target=_copy_lines, args=(source, target, prefix), daemon=True)
-            for source, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+            for source, target in ((self._process.stdout, sys.__stdout__), (self._process.stderr, sys.__stderr__))
             if source is not None
         ]
         for pump in self._pumps:
@@ -139,11 +148,40 @@ def arrange_stacks(text: str) -> str:
     return "\n".join(f"{heads[0].rstrip(':')}{more[frames]}:\n{frames}" for frames, heads in alike.items())
 
 
-def _copy_lines(source: IO[bytes], target: TextIO, prefix: str) -> None:
+def _ways_out(prefix: str) -> tuple[int | None, int | None]:
+    """Return what `subprocess.Popen` is to do with the output and the errors of a process whose lines are copied."""
+    if prefix:
+        return subprocess.PIPE, subprocess.STDOUT
+    # A stream that was closed when the launcher began is None.
+    own = (sys.__stdout__, sys.__stderr__)
+    ways = [None if stream is None or stream.isatty() else subprocess.PIPE for stream in own]
+    # Their order stays if both are one file.
+    one = all(ways) and os.path.sameopenfile(*(stream.fileno() for stream in own if stream is not None))
+    return ways[0], subprocess.STDOUT if one else ways[1]
+
+
+_WRITING = collections.defaultdict[tuple[int, int], threading.Lock](threading.Lock)
+"""Number of a file -> lock that is held while a line is written: a pipe may take a long one in several parts."""
+
+
+def write_line(target: TextIO | None, line: bytes) -> None:
+    """Write a whole line to a stream of the launcher; other threads that call this function write theirs later."""
+    if target is None:
+        return
+    left = memoryview(line)
+    with contextlib.suppress(OSError):  # nobody reads our output any more; the pipe of a process must not fill up
+        file = os.fstat(target.fileno())
+        with _WRITING[file.st_dev, file.st_ino]:
+            while left:
+                try:
+                    left = left[os.write(target.fileno(), left) :]
+                except BlockingIOError:
+                    select.select([], [target], [])
+
+
+def _copy_lines(source: IO[bytes], target: TextIO | None, prefix: str) -> None:
     for line in source:
-        with contextlib.suppress(OSError):  # nobody reads our output any more; the child's pipe must not fill up
-            target.buffer.write(prefix.encode() + line)
-            target.flush()
+        write_line(target, prefix.encode() + line)
 
 
 def adopt_orphans() -> None:
@@ -169,6 +207,8 @@ def end_all(children: Sequence[Child], grace_seconds: float) -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+    for child in children:  # whose pipes nothing holds open any more
+        child.wait(0.0)
 
 
 def descendants(pid: int) -> list[int]:

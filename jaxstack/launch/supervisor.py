@@ -29,7 +29,16 @@ from jaxstack.distributed.cluster import (
 )
 from jaxstack.errors import ConfigError
 from jaxstack.launch import cleanup
-from jaxstack.launch.child import Child, Limits, adopt_orphans, end_all, find_straggler, find_stuck, name_limit
+from jaxstack.launch.child import (
+    Child,
+    Limits,
+    adopt_orphans,
+    end_all,
+    find_straggler,
+    find_stuck,
+    name_limit,
+    write_line,
+)
 from jaxstack.launch.cleanup import CleanupProcess
 from jaxstack.launch.rendezvous import Change, Rendezvous
 from jaxstack.observe.number_format import plural
@@ -240,12 +249,14 @@ class Supervisor:
         gpus = count_gpus() if job.processes > 1 else 0
         children = []
         for local in range(job.processes):
-            own = {INDEX: str(first + local)}
+            rank = first + local
+            own = {INDEX: str(rank)}
             if gpus:
                 own[LOCAL_DEVICES] = ",".join(map(str, split_devices(gpus, job.processes, local)))
-            prefix = f"[{first + local}] " if first + local else ("" if job.processes > 1 else None)
+            copies = rank > 0 or job.processes > 1
+            prefix = f"[{rank}] " if rank else ""
             try:
-                children.append(Child(first + local, job.command, shared | own, folder, prefix))
+                children.append(Child(rank, job.command, shared | own, folder, copies=copies, prefix=prefix))
             except OSError as error:
                 end_all(children, 0.0)
                 raise ConfigError(f"{job.command[0]} cannot be started: {error.strerror}") from None
@@ -379,8 +390,7 @@ class Supervisor:
 
 def say(text: str) -> None:
     """Print a message of the launcher to standard error."""
-    sys.stderr.write(f"jaxstack launch: {text}\n")  # one write: the processes may print to the same file
-    sys.stderr.flush()
+    write_line(sys.stderr, f"jaxstack launch: {text}\n".encode())
 
 
 def free_port() -> int:

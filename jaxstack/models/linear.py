@@ -270,14 +270,18 @@ def apply_mlp(
     return last.add_bias(activated_matmul(inner, kernels[-1], fused_name))
 
 
-def is_float8_mlp(*layers: Linear) -> bool:
-    """Return True if `apply_float8_mlp` can compute an MLP of these layers: all in FP8 W8A8 and no more than that."""
+def is_packed_float8_mlp(*layers: Linear) -> bool:
+    """Return True if `apply_packed_float8_mlp` can compute an MLP of these layers.
+
+    Their weights must be packed in FP8 W8A8, without bias or adapter, and not sharded.
+    """
     plain = all(layer.adapter is None and layer.bias is None for layer in layers)
-    return plain and not is_sharded() and all(map(rounds_to_float8, _stored_kernels(layers)))
+    replaced = any(layer.dot_general is not jax.lax.dot_general for layer in layers)
+    return plain and not replaced and not is_sharded() and all(map(rounds_to_float8, _stored_kernels(layers)))
 
 
-def apply_float8_mlp(x: LayerInput, gate_up: Linear, down: Linear) -> Float[Array, "B T D"]:
-    """Apply a SwiGLU MLP whose gate and up projection are one layer, see `is_float8_mlp`."""
+def apply_packed_float8_mlp(x: LayerInput, gate_up: Linear, down: Linear) -> Float[Array, "B T D"]:
+    """Apply a SwiGLU MLP whose gate and up projection are one layer, see `is_packed_float8_mlp`."""
     whole = save_for_backward(gradient_carrier(x))
     first, last = (cast(PackedWeight, layer.kernel.get_value()) for layer in (gate_up, down))
     return float8_mlp(whole, first, last)

@@ -9,7 +9,14 @@ from jaxtyping import Array, Float
 from jaxstack.models.activations import ACTIVATIONS, Activation
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.linear import Linear, apply_float8_mlp, apply_mlp, is_float8_mlp, join_layers, split_outputs
+from jaxstack.models.linear import (
+    Linear,
+    apply_mlp,
+    apply_packed_float8_mlp,
+    is_packed_float8_mlp,
+    join_layers,
+    split_outputs,
+)
 from jaxstack.models.norm import LayerInput
 from pallas_kernels import swiglu
 from pallas_kernels.target import current_target
@@ -62,8 +69,8 @@ class GatedMLP(PlainMLP):
         if self.gate_up_proj is None:
             return apply_mlp(x, (self.gate_proj, self.up_proj), self._multiply_gate, self.down_proj, self.fused_name)
         activation = self._multiply_gate
-        if activation is swiglu and self.joined_parts == 1 and is_float8_mlp(self.gate_up_proj, self.down_proj):
-            return apply_float8_mlp(x, self.gate_up_proj, self.down_proj)
+        if activation is swiglu and self.joined_parts == 1 and is_packed_float8_mlp(self.gate_up_proj, self.down_proj):
+            return apply_packed_float8_mlp(x, self.gate_up_proj, self.down_proj)
 
         def combine(y: jax.Array) -> jax.Array:
             return activation(*split_outputs(y, (self.width, self.width), -1, self.joined_parts))

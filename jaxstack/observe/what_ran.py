@@ -74,6 +74,7 @@ _WAY_OUT = {
     "fp8_grouped_matmul": _FP8,
     "grouped_matmul": "name a backend in model.moe.implementation",
     "packed_matmul": "leave the weights in bfloat16",
+    "float8_mlp": "leave the weights in bfloat16",
     "tensor_parallel_input": _OVERLAP,
     "tensor_parallel_output": _OVERLAP,
     "tensor_parallel_mlp": _OVERLAP,
@@ -81,19 +82,23 @@ _WAY_OUT = {
 """Operation -> what to do about a fallback, other than changing the model."""
 
 
-def describe_backends(choices: Sequence[Choice], operation: str) -> str | None:
-    """Describe in one line which backends compute an operation, and why not others; None if there is no such call.
+def describe_backends(choices: Sequence[Choice], *operations: str) -> str | None:
+    """Describe in one line which backends compute operations, and why not others; None if there is no such call.
 
     Of several calls that break one rule the numbers of the first are shown.
 
     Args:
       choices: of all operations, as `pallas_kernels.record_choices` collected them during tracing.
-      operation: name of the operation, e.g. "packed_matmul".
+      operations: names of operations, e.g. "packed_matmul".
     """
+    lines = [_describe(name, [choice for choice in choices if choice.operation == name]) for name in operations]
+    return "; ".join(filter(None, lines)) or None
+
+
+def _describe(operation: str, choices: Sequence[Choice]) -> str | None:
     by_backend: dict[str, list[Choice]] = {}
     for choice in choices:
-        if choice.operation == operation:
-            by_backend.setdefault(choice.backend, []).append(choice)
+        by_backend.setdefault(choice.backend, []).append(choice)
     parts = []
     for backend, chosen in by_backend.items():
         reasons: dict[str, str] = {}

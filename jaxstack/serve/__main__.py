@@ -222,7 +222,7 @@ def _compile(models: _Models) -> "Engine | EngineGroup":
             # On a GPU XLA measures kernels while it compiles.
             warm_up="first" if current_target().platform == "cpu" else "all",
         )
-    if products := describe_backends(choices, "packed_matmul"):
+    if products := describe_backends(choices, "packed_matmul", "float8_mlp"):
         _report(products)
     return engine
 

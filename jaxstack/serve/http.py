@@ -207,7 +207,9 @@ class Server:
         body = await self._parse(request, CompletionRequest)
         texts = body.prompts
         self._submissions.check_count(body.samples * len(texts))
-        prompts = await self._submissions.encode(texts, kept=self._submissions.kept_of_prompt(body, body.max_tokens))
+        prompts = await self._submissions.encode(
+            texts, truncation=self._submissions.truncation_of_prompt(body, body.max_tokens)
+        )
         longest = max(map(len, prompts), default=0)
         limit = max(1, min(COMPLETION_TOKENS, self.engine.context - longest))
         limit = limit if body.max_tokens is None else body.max_tokens
@@ -337,14 +339,14 @@ class Server:
         self._check_unadapted(body.model)
         self._submissions.check_count(len(second))
         pairs = zip([*first] * (len(second) // len(first)), second, strict=True)
-        kept = self._submissions.kept_of_text(body)
-        if kept is None:
+        truncation = self._submissions.truncation_of_text(body)
+        if truncation is None:
             self._submissions.check_length([*first, *second])
         try:
             prompts = await asyncio.to_thread(lambda: [classifier.encode(*pair) for pair in pairs])
         except JaxstackError as error:
             raise Refused(400, str(error)) from None
-        prompts = prompts if kept is None else [*map(kept.cut, prompts)]
+        prompts = prompts if truncation is None else [*map(truncation.cut, prompts)]
         pooled = await self._submissions.pool(request, prompts, body)
         return classify(classifier, [last for _, last in pooled], body.use_activation), sum(map(len, prompts))
 
@@ -372,7 +374,7 @@ class Server:
         """
         self._check_unadapted(body.model)
         self._submissions.check_count(len(texts))
-        prompts = await self._submissions.encode(texts, kept=self._submissions.kept_of_text(body))
+        prompts = await self._submissions.encode(texts, truncation=self._submissions.truncation_of_text(body))
         pooled = await self._submissions.pool(request, prompts, body)
         return pooled, sum(map(len, prompts))
 

@@ -65,7 +65,7 @@ class PromptRequest(Component):
 
         Args:
           room: most tokens that there is room for.
-          side: where tokens are left out by default.
+          side: the end of the prompt that loses tokens by default.
         """
         if self.truncate_prompt_tokens is None:
             return None

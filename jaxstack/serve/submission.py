@@ -109,8 +109,8 @@ class Submissions:
         chat, prompt, form = await self.encode_chat(body)
         tools = body.chosen_tools
         limit = body.max_completion_tokens or body.max_tokens
-        kept = self.kept_of_prompt(body, limit)
-        prompt = prompt if kept is None else kept.cut(prompt)
+        truncation = self.truncation_of_prompt(body, limit)
+        prompt = prompt if truncation is None else truncation.cut(prompt)
         limit = limit or max(1, min(self.engine.context - len(prompt), self.config.max_tokens))
         stops = (*body.stops, *chat.stop)
         return await self.submit(
@@ -149,11 +149,11 @@ class Submissions:
             raise Refused(400, str(error)) from None
         return chat, prompt, form
 
-    def kept_of_prompt(self, body: PromptRequest, max_tokens: int | None) -> Truncation | None:
+    def truncation_of_prompt(self, body: PromptRequest, max_tokens: int | None) -> Truncation | None:
         """Return how a prompt is cut to leave room for an answer of `max_tokens`; None: it is not."""
         return body.truncation(self.engine.context - max(1, COMPLETION_TOKENS if max_tokens is None else max_tokens))
 
-    def kept_of_text(self, body: PromptRequest) -> Truncation | None:
+    def truncation_of_text(self, body: PromptRequest) -> Truncation | None:
         """Return how a text that no answer continues is cut; None: it is not."""
         return body.truncation(self.engine.context - 1, "right")
 
@@ -187,21 +187,21 @@ class Submissions:
         return found
 
     async def encode(
-        self, texts: Sequence[str | list[int]], *, opened: bool = True, kept: Truncation | None = None
+        self, texts: Sequence[str | list[int]], *, opened: bool = True, truncation: Truncation | None = None
     ) -> list[list[int]]:
         """Return the token ids of texts, some of which may be ids already.
 
         Args:
           texts: the texts.
           opened: put the document start before each text, if the server does so (`server.document_start`).
-          kept: how each is cut; None: it is not.
+          truncation: how each is cut; None: it is not.
 
         Raises:
           Refused: a text is longer than the context.
         """
-        if kept is None:
+        if truncation is None:
             self.check_length(text for text in texts if isinstance(text, str))
-        return await asyncio.to_thread(lambda: [self._encode(text, opened, kept) for text in texts])
+        return await asyncio.to_thread(lambda: [self._encode(text, opened, truncation) for text in texts])
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, with the names of special tokens.
@@ -242,16 +242,16 @@ class Submissions:
                     "it, or start the server with a longer engine.context.",
                 )
 
-    def _encode(self, prompt: str | list[int], opened: bool, kept: Truncation | None) -> list[int]:
+    def _encode(self, prompt: str | list[int], opened: bool, truncation: Truncation | None) -> list[int]:
         if not isinstance(prompt, str):
-            return prompt if kept is None else kept.cut(prompt)
+            return prompt if truncation is None else truncation.cut(prompt)
         opening = [self.tokenizer.document_start] if opened and self.config.document_start else []
         most = self._most_characters
-        if kept is None:
+        if truncation is None:
             return [*opening, *self.tokenizer.encode(prompt).tolist()]
         if most is not None and len(prompt) > most:  # tokens beyond these characters would not be kept
-            prompt = prompt[:most] if kept.side == "right" else prompt[-most:]
-        return kept.cut([*opening, *self.tokenizer.encode(prompt).tolist()], len(opening))
+            prompt = prompt[:most] if truncation.side == "right" else prompt[-most:]
+        return truncation.cut([*opening, *self.tokenizer.encode(prompt).tolist()], len(opening))
 
     def _echo(self, prompt: str | list[int]) -> tuple[str, int]:
         """Return the text of a prompt and the number of tokens that `_encode` puts before it."""
@@ -362,7 +362,7 @@ class Submissions:
         grammar = refuse_on_error(lambda: body.grammar)
         allowed = None if body.allowed_token_ids is None else AllowedTokens(body.allowed_token_ids)
         words = None
-        if bad := body.bad_words:  # which the tokenizer may take long to read
+        if bad := body.bad_words:  # to encode many words would hold up the event loop
             words = await asyncio.to_thread(refuse_on_error, lambda: BadWords(bad, self.tokenizer))
         found = list[Constraint | None]()
         for _ in range(count):

@@ -235,7 +235,7 @@ class Search:
         write_file(directory / "config.yaml", dump_yaml(config).encode(), durable=False)
         (directory / OUTCOME).unlink(missing_ok=True)
         slot = min(set(range(self._workers)) - {trial.slot for trial in self._running})
-        child = Child(number, trial_command(directory), self._environment(slot), directory, None)
+        child = Child(number, trial_command(directory), self._environment(slot), directory)
         self._running.append(_Running(number, directory, child, lock, slot, config, values))
         return True
 

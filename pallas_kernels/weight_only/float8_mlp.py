@@ -1,7 +1,7 @@
 """`float8_mlp`: a SwiGLU MLP of FP8 weights (W8A8) that computes and rounds its hidden values in one pass.
 
 Between the two products a token's hidden values are scaled, gated, and rounded to FP8 with a scale from the largest of
-them. XLA needs three passes over them, with their values in bfloat16 in between.
+them. XLA needs three passes over them, and stores them in the dtype of the activations between these.
 """
 
 import dataclasses
@@ -24,10 +24,12 @@ from pallas_kernels.weight_only.formats import RoundedInputFloat8Format
 from pallas_kernels.weight_only.packed import PackedWeight, is_packed
 
 _LEAST_CAPABILITY = (8, 9)
+"""Of GPUs that convert to FP8."""
 _DTYPES = (jnp.bfloat16, jnp.float32)
 _MOST_HIDDEN = 32768
 """Largest number of hidden values that a program of the kernel keeps in registers."""
 _VALUES_OF_A_WARP = 1024
+"""Hidden values of a warp, 32 for each thread, up to 16 warps: with twice as many a thread needs 100 registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +79,12 @@ def _unsupported_reason(request: Float8MlpRequest) -> str | None:
     """Return the first reason why the kernel cannot compute this call, or None if it can."""
     if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
         return reason
+    if (rows := len(request.x)) <= MOST_EXACT_ROWS:
+        return f"inputs of up to {MOST_EXACT_ROWS} rows are not rounded; got {rows}"
     if request.x.dtype not in _DTYPES:
         return f"x must be bfloat16 or float32, got {request.x.dtype}"
     hidden = math.prod(request.down.inputs)
     return f"takes at most {_MOST_HIDDEN} hidden values, got {hidden}" if hidden > _MOST_HIDDEN else None
-
-
-def _few_rows(request: Float8MlpRequest) -> str | None:
-    rows = len(request.x)
-    return f"inputs of up to {MOST_EXACT_ROWS} rows are not rounded, got {rows}" if rows <= MOST_EXACT_ROWS else None
 
 
 def round_swiglu(
@@ -105,7 +104,7 @@ def round_swiglu(
     Returns:
       The FP8 numbers, and the float32 scales of the tokens.
     """
-    from pallas_kernels.weight_only.triton_swiglu import swiglu_kernel
+    from pallas_kernels.weight_only.triton_swiglu import round_swiglu_kernel
 
     rows, both = sums.shape
     plan = SwigluPlan(both // 2)
@@ -114,7 +113,7 @@ def round_swiglu(
         sums,
         token_scales,
         scales,
-        kernel=swiglu_kernel,
+        kernel=round_swiglu_kernel,
         out_shape=(
             jax.ShapeDtypeStruct((rows, plan.width), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((rows, 1), jnp.float32),
@@ -139,7 +138,7 @@ def _by_kernel(x: jax.Array, gate_up: PackedWeight, down: PackedWeight, target: 
 
 
 def _two_products(x: jax.Array, gate_up: PackedWeight, down: PackedWeight) -> jax.Array:
-    hidden = swiglu(*jnp.split(packed_matmul(x, gate_up), 2, axis=-1))
+    hidden = swiglu(*jnp.split(packed_matmul(x, gate_up).reshape(len(x), -1), 2, axis=-1))
     return packed_matmul(hidden.reshape(len(x), *down.inputs), down).reshape(len(x), -1)
 
 
@@ -154,7 +153,6 @@ BACKENDS: tuple[Backend[Float8MlpRequest], ...] = (
         "reads the sums of the first product once, and writes the rounded hidden values only",
         _unsupported_reason,
         lambda request: _by_kernel(request.x, request.gate_up, request.down, request.target),
-        _few_rows,
         opaque=True,
     ),
     Backend(

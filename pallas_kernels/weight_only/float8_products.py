@@ -15,7 +15,7 @@ MOST_EXACT_ROWS = 16
 """Largest number of rows of a product whose inputs are not rounded. On an H200 decoding steps of llama3-8b are faster
 with exact inputs for 16 rows, and with rounded ones for 32 and 64."""
 _FUSED_INPUTS = 8192
-"""XLA rounds tokens of so many inputs in the program that computes them, such as a norm: it keeps them in registers."""
+"""XLA rounds tokens of up to so many inputs in the kernel that computes them, such as a norm, in registers."""
 
 
 def quantize_tokens(x: Float[Array, "rows in"]) -> tuple[Float[Array, "rows in"], Float[Array, "rows 1"]]:
@@ -25,7 +25,8 @@ def quantize_tokens(x: Float[Array, "rows in"]) -> tuple[Float[Array, "rows in"]
       The FP8 numbers, and the float32 scales; a token of zeros has scale 1.
     """
     if x.shape[1] > _FUSED_INPUTS:
-        # Of longer tokens XLA would write what their dtype was rounded from, in float32, and read that twice.
+        # Longer tokens in bfloat16 XLA would store before they are rounded to it, in float32, and read them twice; the
+        # barrier makes it store bfloat16.
         x = jax.lax.optimization_barrier(x)
     x = x.astype(jnp.float32)
     # Multiplied by 1/448: XLA rewrites a division by a constant so; written out, every program has the same bits.

@@ -15,7 +15,7 @@ def _scaled(sums, scales, factor, column, valid):
 
 
 @triton.jit
-def swiglu_kernel(sums, token_scales, scales, rounded, rounded_scales, plan: tl.constexpr):
+def round_swiglu_kernel(sums, token_scales, scales, rounded, rounded_scales, plan: tl.constexpr):
     """Compute swiglu(gate, up) of one token and round it to FP8 with one scale, largest magnitude / 448.
 
     The program id is the token. `sums` is [rows, 2 * width], the gate's first, `token_scales` float32 [rows], `scales`
@@ -32,5 +32,5 @@ def swiglu_kernel(sums, token_scales, scales, rounded, rounded_scales, plan: tl.
     scale = tl.max(tl.abs(product)) * (1.0 / plan.largest)
     scale = tl.where(scale > 0, scale, 1.0)
     tl.store(rounded_scales + row, scale)
-    numbers = (product * (1.0 / scale)).to(rounded.dtype.element_ty)
+    numbers = (product / scale).to(rounded.dtype.element_ty)  # 1 / scale can be infinite
     tl.store(rounded + row * plan.width + column, numbers, valid)

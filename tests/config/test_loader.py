@@ -1,6 +1,7 @@
 """YAML and overrides: what is read, and what one message says about what cannot be."""
 
 import math
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -231,6 +232,17 @@ def test_components_are_frozen_and_hashable():
     assert whole.parts == (Part(size=1), Part(size=2)) and hash(whole) == hash(whole.model_copy())
     with pytest.raises(Exception, match="frozen"):
         whole.part = Part()
+
+
+def test_a_list_of_valid_names_is_told_once():
+    class Two(Component):
+        first: Literal["red", "green"] = "red"
+        second: Literal["red", "green"] = "red"
+        third: Literal["one", "two"] = "one"
+
+    told = message(build_component, Two, {"first": "xyz", "second": "uvw", "third": "xyz"})
+    assert told.count("'green'") == 1 and "choose one of: 'one', 'two'" in told
+    assert "second cannot be 'uvw'; the choices are those listed above." in told
 
 
 def test_nearest():

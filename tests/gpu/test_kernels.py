@@ -358,16 +358,22 @@ def test_an_mlp_in_fp8(rows, hidden, dtype):
     keys = jax.random.split(jax.random.key(0), 3)
     gate_up, down = (
         pack_float8(64 * jax.random.normal(key, shape), jnp.full((shape[0], 1), 2.0**-11), round_inputs=True)
-        for key, shape in zip(keys, [(2 * hidden, 1024), (1024, hidden)], strict=False)
+        for key, shape in zip(keys[:2], [(2 * hidden, 1024), (1024, hidden)], strict=True)
     )
     x = (jax.random.normal(keys[2], (rows, 1024)) * 10.0 ** jnp.linspace(-2, 1, rows)[:, None]).at[3].set(0)
     with record_choices() as choices:
         found = jax.jit(float8_mlp)(x.astype(dtype), gate_up, down)
     assert choices[0].backend == "triton"
-    wanted = jax.jit(functools.partial(float8_mlp, implementation="xla"))(x.astype(dtype), gate_up, down)
-    found, wanted = (np.asarray(y, np.float32) for y in (found, wanted))
+    by_xla = functools.partial(float8_mlp, implementation="xla")
+    wanted = jax.jit(by_xla)(x.astype(dtype), gate_up, down)
     assert not found[3].any()
-    assert np.all(np.linalg.norm(found - wanted, axis=1) <= 0.01 * np.linalg.norm(wanted, axis=1))
+
+    def gradient(function):
+        return jax.jit(jax.grad(lambda x: function(x, gate_up, down).astype(jnp.float32).sum()))(x.astype(dtype))
+
+    for one, other in ((found, wanted), (gradient(float8_mlp), gradient(by_xla))):
+        one, other = (np.asarray(y, np.float32) for y in (one, other))
+        assert np.all(np.linalg.norm(one - other, axis=1) <= 0.01 * np.linalg.norm(other, axis=1))
 
 
 @pytest.mark.parametrize("name", update_cases.CASES)

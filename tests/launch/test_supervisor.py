@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,15 +71,40 @@ def test_a_process_that_is_left_of_several_does_not_take_its_place_from_slurm(tm
     assert "place None" in node.communicate(timeout=120)[0]
 
 
-def test_lines_of_several_processes_stay_whole():
-    program = (
-        "import sys\n"
-        "for number in range(300):\n"
-        "    for stream in (sys.stdout, sys.stderr):\n"
-        "        for part in ('one ', 'line', '\\n'): stream.write(part); stream.flush()\n"
-    )
-    out, _ = launch("--processes", "3", program=program).communicate(timeout=60)
-    assert sorted(out.splitlines()) == sorted(rank + "one line" for rank in ("", "[1] ", "[2] ") for _ in range(600))
+PARTS = (
+    "import sys\n"
+    "for number in range(200):\n"
+    "    for stream, name in ((sys.stdout, 'out'), (sys.stderr, 'errors')):\n"
+    "        for part in (name + f' {number} ', LENGTH * '-', '\\n'): stream.write(part); stream.flush()\n"
+    "print('the end', end='', flush=True)"
+)
+
+
+@pytest.mark.parametrize("length", [8, 20_000])
+def test_lines_of_several_processes_stay_whole_and_in_order(length):
+    """Of output and errors in one pipe, which takes 4 KiB at once; the last line has no end."""
+    program = PARTS.replace("LENGTH", str(length))
+    out, _ = launch("--processes", "3", program=program, PYTHONUNBUFFERED="1").communicate(timeout=60)
+    expected = [f"{name} {number} {length * '-'}" for number in range(200) for name in ("out", "errors")]
+    found = {rank: list[str]() for rank in ("", "[1] ", "[2] ")}
+    for line in re.split(r"\n|(?<=the end)(?=.)", out):
+        rank = line[:4] if line.startswith("[") else ""
+        found[rank].append(line.removeprefix(rank))
+    assert all(lines == [*expected, "the end"] for lines in found.values())
+
+
+def test_output_and_errors_of_the_first_process_stay_apart():
+    """And with a closed output nothing is lost of the errors."""
+    command = [sys.executable, "-m", "jaxstack.launch", "--processes", "2", "--", sys.executable, "-c"]
+    program = PARTS.replace("LENGTH", "8")
+    done = subprocess.run([*command, program], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines() == [f"errors {number} --------" for number in range(200)]
+    assert done.stdout.count("out ") == 400 and done.stdout.count("[1] errors ") == 200
+    closed = subprocess.run(
+        ["bash", "-c", 'exec "$@" >&-', "bash", *command, "import os; os.write(2, b'an error\\n')"],
+        stderr=subprocess.PIPE, text=True, timeout=60,
+    )  # fmt: skip
+    assert closed.returncode == 0 and closed.stderr == "an error\n"
 
 
 @pytest.mark.parametrize(

@@ -107,3 +107,4 @@ def test_one_line_names_the_backends_of_an_operation_and_each_rule_once():
         "(not triton: takes 1 to 64 rows; got 65; not triton: needs inputs of 128; got 2)"
     )
     assert describe_backends(choices, "attention") is None
+    assert describe_backends(choices, "attention", "norm") == "norm: reference for 1 shape"
