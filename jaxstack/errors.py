@@ -68,7 +68,7 @@ _MOST_CHOICES = 60
 """Largest number of choices that a message lists. Only lists from other packages, such as harness tasks, are longer."""
 
 CHOICES = "choose one of: "
-"""What a list of all valid names begins with."""
+"""First words of a hint that lists all valid names."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

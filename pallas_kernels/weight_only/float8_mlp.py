@@ -24,7 +24,7 @@ from pallas_kernels.weight_only.formats import RoundedInputFloat8Format
 from pallas_kernels.weight_only.packed import PackedWeight, is_packed
 
 _LEAST_CAPABILITY = (8, 9)
-"""Of GPUs that convert to FP8."""
+"""Compute capability of the oldest GPUs that have instructions for FP8."""
 _DTYPES = (jnp.bfloat16, jnp.float32)
 _MOST_HIDDEN = 32768
 """Largest number of hidden values that a program of the kernel keeps in registers."""
