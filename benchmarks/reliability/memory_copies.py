@@ -4,9 +4,10 @@
     JAX_PLATFORMS=cpu python benchmarks/reliability/memory_copies.py --processes 2 --interval 4 --steps 16 \
         model.preset=tiny parallel.simulate_devices=2 train.global_batch_size=8 train.sequence_length=64
 
-A run under the launcher, with `checkpoint.memory_every_steps` of `--interval` and of 0, by turns. The first interval is
-not counted. `step_seconds` is the mean over all other steps, those that wait for a copy included, and `cost` the mean
-with copies relative to the mean without, of the same turn. Each process has one device; the data is random. Rows are
+A run under the launcher, with `checkpoint.memory_every_steps` of `--interval` and of 0, by turns. The first copy pins the
+host memory that later ones use again; the steps until the one after it are not counted. `step_seconds` is the mean over
+all other steps, those that wait for a copy included, and `cost` the mean with copies relative to the mean without, of
+the same turn. Each process has one device; the data is random. Rows are
 appended to benchmarks/results/memory_copies.jsonl. Further arguments are the run's.
 """
 
@@ -45,12 +46,12 @@ def main() -> None:
     parser.add_argument("--config", default="configs/llama3-1b.yaml", help="of the run")
     parser.add_argument("--interval", type=int, default=20, help="steps between copies")
     parser.add_argument("--steps", type=int, default=100, help="of each run")
-    parser.add_argument("--warm-up", type=int, help="steps that are not counted (left out: one interval)")
+    parser.add_argument("--warm-up", type=int, help="steps that are not counted (left out: until after the first copy)")
     parser.add_argument("--turns", type=int, default=1, help="runs of each kind")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run")
     args = parser.parse_intermixed_args()
     require_commit("memory_copies")
-    args.warm_up = args.interval if args.warm_up is None else args.warm_up
+    args.warm_up = args.interval + 1 if args.warm_up is None else args.warm_up
     rows = []
     for _ in range(args.turns):
         with tempfile.TemporaryDirectory() as folder:

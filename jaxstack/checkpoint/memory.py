@@ -1,10 +1,11 @@
 """Copies of a run's state in host memory, on its own node and on a neighbour's, which outlive its processes.
 
-Every so many steps each process copies its shards to host memory. Beside the next steps a thread writes them, with
-hashes, to the folder of its launcher (`memory_folder`), and sends the files to the process that holds its second copy
-(`neighbour`). An older copy is deleted when all processes have both copies of the newer one, so that at any moment
-there is a step of which all shards are complete. At a restart the processes agree on the newest such step; where their
-number or layout has changed, they put their shards together from the copies of several processes (`other_layout`).
+Every so many steps each process copies its shards to host memory, by way of a copy on the devices if they have room.
+Beside the next steps a thread writes them, with hashes, to the folder of its launcher (`memory_folder`), and sends the
+files to the process that holds its second copy (`neighbour`). An older copy is deleted when all processes have both
+copies of the newer one, so that at any moment there is a step of which all shards are complete. At a restart the
+processes agree on the newest such step; where their number or layout has changed, they put their shards together from
+the copies of several processes (`other_layout`).
 """
 
 import collections
@@ -86,6 +87,7 @@ class MemoryCheckpoints:
         self._own = memory_folder.own_copies(self._folder, self._part)
         self._answers = itertools.count()
         self._thread: threading.Thread | None = None
+        self._twice: bool | None = None
         self._tls: Sequence[str] | None = None
         self._server = self._serve()
         self._members = self._meet()
@@ -138,7 +140,8 @@ class MemoryCheckpoints:
     def copy(self, step: int, state: PyTree, extra: object, files: Mapping[str, bytes] | None = None) -> None:
         """Start to copy the state after `step` steps, `extra` (plain JSON) and further files to memory.
 
-        Waits for the copy before, so that there are never more than two. Afterwards the state may be donated.
+        Waits for the copy before, so that there are never more than two. Afterwards the state may be donated: it is
+        copied within the devices' memory first, if steps leave room for that, so that they do not wait for the host.
         """
         began = time.monotonic()
         self.wait()
@@ -146,7 +149,9 @@ class MemoryCheckpoints:
         specs = {name: describe(name, leaf) for name, leaf in leaves.items()}
         index = {**make_index(step, specs, extra), "run": self._run}
         arrays = {name: to_stored(leaves[name], spec) for name, spec in specs.items() if spec.has_array}
-        shards = shard_files.start_copy(arrays)
+        if self._twice is None:  # the steps before the first copy have shown how much memory they need
+            self._twice = shard_files.has_room(arrays)
+        shards = shard_files.start_copy(arrays, on_device=self._twice)
         self._thread = threading.Thread(target=self._finish, args=(step, shards, index, files or {}), daemon=True)
         self._thread.start()
         self.blocked_seconds += time.monotonic() - began

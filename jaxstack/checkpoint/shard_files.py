@@ -8,9 +8,10 @@ A folder of shards has the manifest of a checkpoint (`SHA256SUMS`, `checkpoint.j
 shards reads its own folder; one of another layout reads the files of those folders that have parts of its shards.
 """
 
+import collections
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,7 +27,7 @@ _FOLDER = "arrays"
 _HOST = "pinned_host"
 
 Shards = dict[str, dict[str, Any]]
-"""Name of an array -> place of a shard -> the shard, in host memory."""
+"""Name of an array -> place of a shard -> a copy of the shard."""
 
 
 def place_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
@@ -35,32 +36,75 @@ def place_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     return ",".join(f"{start}:{stop}" for start, stop, _ in bounds)
 
 
-def start_copy(arrays: Mapping[str, jax.Array | np.ndarray]) -> Shards:
-    """Start to copy this process's shards from the devices to host memory, without waiting for them.
+def has_room(arrays: Mapping[str, jax.Array | np.ndarray]) -> bool:
+    """Return True if the devices of this process can hold their shards twice beside what steps have needed so far.
+
+    False where the runtime does not know a device's memory, as that of CPUs.
+    """
+    needed: collections.Counter[Any] = collections.Counter()
+    for data in _distinct_shards(arrays).values():
+        needed[next(iter(data.devices()))] += data.nbytes
+    for device, size in needed.items():
+        known = device.memory_stats() or {}
+        if known.get("bytes_limit", 0) - known.get("peak_bytes_in_use", 0) < size:
+            return False
+    return bool(needed)
+
+
+def start_copy(arrays: Mapping[str, jax.Array | np.ndarray], *, on_device: bool = False) -> Shards:
+    """Start to copy this process's shards, without waiting for them.
 
     When this returns, the arrays may be donated or deleted: the runtime lets a step that overwrites them wait for the
     copy. Replicas of a shard on several devices of the process are copied once.
+
+    Args:
+      arrays: name -> array.
+      on_device: copy within the devices' memory, for which a step waits a few milliseconds; `write` copies them on to
+        host memory. Otherwise they are copied to host memory now, and the next step waits for the whole transfer.
     """
-    found: Shards = {}
-    queued: list[tuple[str, str, jax.Array]] = []
+    found: Shards = {name: {} for name in arrays}
     for name, array in arrays.items():
         if not isinstance(array, jax.Array):
-            found[name] = {place_of((slice(None),) * array.ndim, array.shape): np.array(array)}
-            continue
-        shards = {place_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-        found[name] = {}
-        queued += [(name, place, data) for place, data in shards.items()]
-    targets = [_on_host(data) for _, _, data in queued]
-    # Without may_alias=False, an array that is in host memory already, as offloaded ones are, would not be copied.
-    copied = jax.device_put([data for _, _, data in queued], targets, may_alias=False)
-    for (name, place, _), data in zip(queued, copied, strict=True):
+            found[name][place_of((slice(None),) * array.ndim, array.shape)] = np.array(array)
+    queued = _distinct_shards(arrays)
+    copied = _copy(queued.values(), memory_kind=None if on_device else _HOST)
+    for (name, place), data in zip(queued, copied, strict=True):
         found[name][place] = data
     return found
 
 
-def _on_host(data: jax.Array) -> jax.sharding.Sharding:
-    (device,) = data.devices()
-    return jax.sharding.SingleDeviceSharding(device, memory_kind=_HOST)
+def _distinct_shards(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[tuple[str, str], jax.Array]:
+    """Return name and place -> this process's shard there, of the arrays that are on devices."""
+    return {
+        (name, place_of(shard.index, array.shape)): shard.data
+        for name, array in arrays.items() if isinstance(array, jax.Array)
+        for shard in array.addressable_shards
+    }  # fmt: skip
+
+
+def _copy(shards: Iterable[jax.Array], memory_kind: str | None) -> Sequence[jax.Array]:
+    """Start to copy single-device arrays to a kind of memory of their devices; None: where they are."""
+    shards = list(shards)
+    targets = []
+    for data in shards:
+        (device,) = data.devices()
+        kind = memory_kind or data.sharding.memory_kind
+        targets.append(jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+    # Without may_alias=False, an array that is there already, such as an offloaded one, would not be copied.
+    return jax.device_put(shards, targets, may_alias=False)
+
+
+def _bring_to_host(shards: Shards) -> None:
+    """Replace copies in the devices' memory by copies in host memory, and free the former."""
+    places = [
+        (name, place)
+        for name, pieces in shards.items()
+        for place, piece in pieces.items()
+        if isinstance(piece, jax.Array) and piece.sharding.memory_kind != _HOST
+    ]
+    moved = _copy([shards[name][place] for name, place in places], _HOST)
+    for (name, place), data in zip(places, moved, strict=True):
+        shards[name][place] = data
 
 
 def write(root: Path, shards: Shards, index: dict[str, Any], files: Mapping[str, bytes]) -> int:
@@ -68,7 +112,7 @@ def write(root: Path, shards: Shards, index: dict[str, Any], files: Mapping[str,
 
     Args:
       root: an empty folder.
-      shards: from `start_copy`; each array's are dropped when they are written.
+      shards: from `start_copy`; each array's are dropped when they are written, those in the devices' memory before.
       index: content of checkpoint.json, from `commit.make_index`.
       files: further files, name -> content.
 
@@ -76,6 +120,7 @@ def write(root: Path, shards: Shards, index: dict[str, Any], files: Mapping[str,
       OSError: a file cannot be written.
     """
     (root / _FOLDER).mkdir()
+    _bring_to_host(shards)
     described = {}
     total = 0
     for number, name in enumerate(list(shards)):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ import jaxstack
 from jaxstack.cli import run_command
 from jaxstack.distributed import coordination
 from jaxstack.distributed.cluster import find_place
-from jaxstack.errors import ConfigError
+from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.observe.environment import PACKAGES, git_commit
+from jaxstack.observe.number_format import byte_size
 from jaxstack.resilience.exit_on_signal import ExitOnSignal
 from jaxstack.resilience.progress_file import ProgressFile
 
 SKEW_SECONDS = 2.0
+_SAME_MEMORY = 0.95
 
 
 def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
@@ -58,24 +60,56 @@ def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
 
 
 def check_same_devices(timeout_seconds: float = 300) -> None:
-    """Check that all processes have the same number and kind of devices.
+    """Check that all processes have the same number and kind of devices, and these about the same memory.
 
     Raises:
-      ConfigError: they differ.
+      ConfigError: number or kind differ.
+      JaxstackError: other programs hold memory of some devices; see `check_same_memory`.
     """
     local = jax.local_devices()
-    facts = {"host": socket.gethostname(), "devices a process": len(local), "device kind": local[0].device_kind}
-    _refuse(disagreements(coordination.all_gather("devices", facts, timeout_seconds), ignore=("host",)))
+    facts: dict[str, Any] = {"host": socket.gethostname(), "devices a process": len(local)}
+    facts |= {"device kind": local[0].device_kind, "memory": device_memory(local)}
+    everyone = coordination.all_gather("devices", facts, timeout_seconds)
+    _refuse(disagreements(everyone, ignore=("host", "memory")))
+    check_same_memory({f"{number} of {one['host']}": size for one in everyone for number, size in one["memory"]})
+
+
+def device_memory(devices: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return number and bytes that XLA may allocate of each device; none for devices without such a limit, as CPUs."""
+    limits = ((device.id, (device.memory_stats() or {}).get("bytes_limit")) for device in devices)
+    return [(number, int(limit)) for number, limit in limits if limit]
+
+
+def check_same_memory(memory: Mapping[str, int]) -> None:
+    """Check that no device of a run has less memory for XLA than another one, as other programs hold some of it.
+
+    XLA takes a share of each GPU's memory at its start, or less where that is not free. Where one GPU then lacks memory
+    for a step or for NCCL, the others wait in a collective that it never joins.
+
+    Args:
+      memory: name of a device, such as `1 of node7` -> bytes that XLA may allocate there.
+
+    Raises:
+      JaxstackError: a device has less than 95 % of the one with the most.
+    """
+    most = max(memory.values(), default=0)
+    if lacking := {name: size for name, size in memory.items() if size < _SAME_MEMORY * most}:
+        shown = ", ".join(f"device {name} has {byte_size(size)}" for name, size in lacking.items())
+        raise JaxstackError(
+            f"not all devices have the same memory for this run: {shown}, the others {byte_size(most)}. Other programs "
+            "hold the rest (nvidia-smi lists them), and where one device lacks memory the others would wait for it "
+            "without end. End those programs, or leave the device out with CUDA_VISIBLE_DEVICES."
+        )
 
 
 def disagreements(facts: Sequence[Mapping[str, Any]], ignore: Sequence[str] = ()) -> list[str]:
     """Return one line for each fact (such as a version) that differs: each value, with the processes that have it."""
     lines = []
-    for name in facts[0]:
+    for name in [name for name in facts[0] if name not in ignore]:
         holders: dict[Any, list[int]] = defaultdict(list)
         for index, one in enumerate(facts):
             holders[one.get(name)].append(index)
-        if name not in ignore and len(holders) > 1:
+        if len(holders) > 1:
             rarest_last = sorted(holders.items(), key=lambda item: -len(item[1]))
             shown = (f"{value} on {_show(indices, facts)}" for value, indices in rarest_last)
             lines.append(f"{name}: {', '.join(shown)}")
@@ -127,8 +161,7 @@ def check() -> None:
         coordination.connect(place, connect_seconds=_SECONDS)
         warnings = check_program("", _SECONDS)
     signs.note()
-    if place is not None:
-        check_same_devices(_SECONDS)
+    check_same_devices(_SECONDS)
     devices = jax.local_devices()
     seen = f"{socket.gethostname()}: {len(devices)} x {devices[0].device_kind}"
     lines = [f"process {index} on {text}" for index, text in enumerate(coordination.all_gather("seen", seen, _SECONDS))]

@@ -21,7 +21,7 @@ from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.config import ParallelConfig
 from jaxstack.parallel.fewer_devices import describe_change, fit_fewer_devices
 from jaxstack.parallel.weight_gather import in_one_process, share_host
-from jaxstack.resilience.preflight import check_same_devices
+from jaxstack.resilience.preflight import check_same_devices, check_same_memory, device_memory
 from jaxstack.run_config import RunConfig
 
 Purpose: TypeAlias = Literal["train", "evaluate", "decode"]
@@ -54,20 +54,23 @@ class Setting:
 
         Raises:
           ConfigError: the devices cannot be started, or the layout does not fit them, the model or the batch.
+          JaxstackError: other programs hold memory of some of the devices.
         """
         devices = start_devices(config.parallel.simulate_devices)
         cache_compilations()
         change = ""
         if purpose == "train":
-            if jax.process_count() > 1:
-                check_same_devices(config.resilience.connect_seconds)
+            check_same_devices(config.resilience.connect_seconds)
             config, change = _present_layout(config, devices, jax.process_count())
         elif purpose == "evaluate":
             config = with_evaluation_layout(config, devices, chosen=chosen)
         else:
             parallel = decoding_layout(config, jax.local_device_count() if local else devices, chosen=chosen)
             config = config.model_copy(update={"parallel": parallel})
-        return cls(config, _mesh(config.parallel, local=local), change)
+        mesh = _mesh(config.parallel, local=local)
+        if purpose != "train":
+            check_same_memory({str(number): size for number, size in device_memory(mesh.local_devices)})
+        return cls(config, mesh, change)
 
     @property
     def platform(self) -> str:

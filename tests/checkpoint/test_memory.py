@@ -3,6 +3,8 @@
 import ssl
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +144,8 @@ def test_a_state_may_be_donated_while_it_is_copied(folder):
         assert copies.latest_step(0) == 5 and (copies.restore(5)["x"] == 5).all()
 
 
-def test_shards_on_several_devices_are_stored_once(tmp_path):
+@pytest.mark.parametrize("on_device", [False, True])
+def test_shards_on_several_devices_are_stored_once(tmp_path, on_device):
     mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
     values = np.arange(32.0, dtype=np.float32).reshape(4, 8)
     arrays = {
@@ -154,14 +157,20 @@ def test_shards_on_several_devices_are_stored_once(tmp_path):
         "eight": jax.device_put(values.astype(jnp.float8_e4m3fn), NamedSharding(mesh, P("a"))),
         "four": jax.device_put((values % 8).astype(jnp.int4), NamedSharding(mesh, P("a"))),
     }
-    shards = shard_files.start_copy(arrays)
+    targets = abstract_state(arrays)
+    expected = {name: np.asarray(array) for name, array in arrays.items()}
+    shards = shard_files.start_copy(arrays, on_device=on_device)
+    pieces = [piece for name in arrays if name != "host" for piece in shards[name].values()]
+    assert {piece.sharding.memory_kind for piece in pieces} == {"device" if on_device else "pinned_host"}
+    for array in arrays.values():
+        if isinstance(array, jax.Array):
+            array.delete()
     assert sorted(shards["split"]) == ["0:2,0:4", "0:2,4:8", "2:4,0:4", "2:4,4:8"]
     assert {name: len(pieces) for name, pieces in shards.items()} == {
         "split": 4, "partly": 2, "everywhere": 1, "scalar": 1, "host": 1, "eight": 2, "four": 2,
     }  # fmt: skip
     index = {"format": manifest.FORMAT, "step": 1, "saved_at": "", "leaves": {}}
     written = shard_files.write(tmp_path, shards, index, {})
-    targets = abstract_state(arrays)
     assert written == 4 * values.nbytes + 4 + 2 * values.size == shard_files.local_bytes(targets)
     index = manifest.check(tmp_path, 1)
     files, missing = shard_files.find_files([index], targets)
@@ -169,12 +178,25 @@ def test_shards_on_several_devices_are_stored_once(tmp_path):
     folder = shard_files.Folder(tmp_path, index, files[0])
     found = shard_files.read([folder], targets)
     for name, array in arrays.items():
-        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_array_equal(found[name], expected[name])
         assert name == "host" or found[name].sharding == array.sharding
     for parts in (P("b", "a"), P(("a", "b")), P(None, ("b", "a")), P()):
         moved = {"split": jax.ShapeDtypeStruct((4, 8), np.float32, sharding=NamedSharding(mesh, parts))}
         assert shard_files.find_files([index], moved) == ([{"arrays/0"}], None)
         assert (shard_files.read([folder], moved)["split"] == values).all(), parts
+
+
+@pytest.mark.parametrize(("peaks", "room"), [((70, 70), True), ((70, 71), False), ((None, None), False)])
+def test_a_device_holds_a_copy_if_steps_leave_room_for_it(monkeypatch, peaks, room):
+    """Two devices of 100 bytes, each with shards of 30."""
+    shards = {}
+    for number, peak in enumerate(peaks):
+        known = None if peak is None else {"bytes_limit": 100, "peak_bytes_in_use": peak}
+        device = Mock(memory_stats=Mock(return_value=known))
+        for name, size in (("a", 10), ("b", 20)):
+            shards[name, str(number)] = SimpleNamespace(nbytes=size, devices=Mock(return_value={device}))
+    monkeypatch.setattr(shard_files, "_distinct_shards", lambda arrays: shards)
+    assert shard_files.has_room({}) == room
 
 
 def copy_as_two(folder: Path, state: dict, step: int) -> None:

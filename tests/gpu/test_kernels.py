@@ -354,26 +354,39 @@ def test_chunks_attend_to_the_tokens_that_kernels_copy(new_tokens, fp8, monkeypa
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "hidden"), [(17, 3584), (300, 14336)])
 def test_an_mlp_in_fp8(rows, hidden, dtype):
-    """Against XLA's form; a number beside a boundary of FP8 may be rounded to either neighbour."""
+    """As close as XLA's form to what nothing rounds, and alike where float32 leaves few numbers on another side.
+
+    In bfloat16 one in twenty hidden values lies so close to a boundary of FP8 that the order of roundings decides.
+    """
     keys = jax.random.split(jax.random.key(0), 3)
     gate_up, down = (
         pack_float8(64 * jax.random.normal(key, shape), jnp.full((shape[0], 1), 2.0**-11), round_inputs=True)
         for key, shape in zip(keys[:2], [(2 * hidden, 1024), (1024, hidden)], strict=True)
     )
     x = (jax.random.normal(keys[2], (rows, 1024)) * 10.0 ** jnp.linspace(-2, 1, rows)[:, None]).at[3].set(0)
+    x = x.astype(dtype)
     with record_choices() as choices:
-        found = jax.jit(float8_mlp)(x.astype(dtype), gate_up, down)
+        kernel = jax.jit(float8_mlp).lower(x, gate_up, down).compile()
     assert choices[0].backend == "triton"
     by_xla = functools.partial(float8_mlp, implementation="xla")
-    wanted = jax.jit(by_xla)(x.astype(dtype), gate_up, down)
-    assert not found[3].any()
+
+    def unrounded(x, gate_up, down):
+        first, second = (w.arrays["q"].astype(jnp.float32) * w.arrays["scales"] for w in (gate_up, down))
+        product = functools.partial(jnp.einsum, "ti,oi->to", precision="highest")
+        return product(swiglu(*jnp.split(product(x.astype(jnp.float32), first), 2, axis=1)), second)
 
     def gradient(function):
-        return jax.jit(jax.grad(lambda x: function(x, gate_up, down).astype(jnp.float32).sum()))(x.astype(dtype))
+        return jax.jit(jax.grad(lambda x: function(x, gate_up, down).astype(jnp.float32).sum()))(x)
 
-    for one, other in ((found, wanted), (gradient(float8_mlp), gradient(by_xla))):
-        one, other = (np.asarray(y, np.float32) for y in (one, other))
-        assert np.all(np.linalg.norm(one - other, axis=1) <= 0.01 * np.linalg.norm(other, axis=1))
+    values = (kernel(x, gate_up, down), jax.jit(by_xla)(x, gate_up, down), unrounded(x, gate_up, down))
+    assert not values[0][3].any()
+    for one, other, exact in (values, tuple(map(gradient, (float8_mlp, by_xla, unrounded)))):
+        one, other, exact = (np.delete(np.asarray(y, np.float64), 3, axis=0) for y in (one, other, exact))
+        error, error_of_xla, difference = (np.linalg.norm(y, axis=1) for y in (one - exact, other - exact, one - other))
+        size = np.linalg.norm(exact, axis=1)
+        assert np.all(error <= 0.08 * size) and np.all(error <= 1.2 * error_of_xla)
+        assert np.mean(error / size) <= 1.03 * np.mean(error_of_xla / size)
+        assert np.all(difference <= (0.01 if dtype == "float32" else 0.03) * size)
 
 
 @pytest.mark.parametrize("name", update_cases.CASES)
