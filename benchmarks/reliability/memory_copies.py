@@ -4,11 +4,11 @@
     JAX_PLATFORMS=cpu python benchmarks/reliability/memory_copies.py --processes 2 --interval 4 --steps 16 \
         model.preset=tiny parallel.simulate_devices=2 train.global_batch_size=8 train.sequence_length=64
 
-A run under the launcher, with `checkpoint.memory_every_steps` of `--interval` and of 0, by turns. The first copy pins the
+A run under the launcher, with `checkpoint.memory_every_steps` of `--interval` and of 0, by turns. The first copy pins
 host memory that later ones use again; the steps until the one after it are not counted. `step_seconds` is the mean over
 all other steps, those that wait for a copy included, and `cost` the mean with copies relative to the mean without, of
-the same turn. Each process has one device; the data is random. Rows are
-appended to benchmarks/results/memory_copies.jsonl. Further arguments are the run's.
+the same turn. Each process has one device; the data is random. Rows are appended to
+benchmarks/results/memory_copies.jsonl. Further arguments are the run's.
 """
 
 import argparse
