@@ -15,13 +15,15 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from jaxstack.errors import ConfigError
 from jaxstack.files import sync_directory, write_file, write_json
+
+T = TypeVar("T")
 
 MANIFEST = "SHA256SUMS"
 INDEX = "checkpoint.json"
@@ -66,9 +68,21 @@ def hash_files(root: Path, names: Iterable[str], sync: bool = False) -> dict[str
                 os.fsync(file.fileno())
             return hashlib.file_digest(file, "sha256").hexdigest()
 
+    return in_threads(digest, names)
+
+
+def in_threads(function: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
+    """Return name -> result of a function that spends its time in calls which other threads may run beside.
+
+    Raises:
+      Exception: of the first name for which the function raises one; the calls that have begun end before.
+    """
     names = list(names)
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(digest, names), strict=True))
+    pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
+    try:
+        return dict(zip(names, pool.map(function, names), strict=True))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def sync_directories(root: Path) -> None:

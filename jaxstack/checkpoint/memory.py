@@ -88,6 +88,7 @@ class MemoryCheckpoints:
         self._answers = itertools.count()
         self._thread: threading.Thread | None = None
         self._twice: bool | None = None
+        self._told = False
         self._tls: Sequence[str] | None = None
         self._server = self._serve()
         self._members = self._meet()
@@ -145,6 +146,13 @@ class MemoryCheckpoints:
         """
         began = time.monotonic()
         self.wait()
+        waited = time.monotonic() - began
+        if waited > 1 and not self._told:
+            self._told = True
+            self._report(
+                f"a copy in memory takes longer than {self._every_steps} steps, and the run has waited {waited:.1f} s "
+                "for it: raise checkpoint.memory_every_steps."
+            )
         leaves, _ = name_leaves(state)
         specs = {name: describe(name, leaf) for name, leaf in leaves.items()}
         index = {**make_index(step, specs, extra), "run": self._run}

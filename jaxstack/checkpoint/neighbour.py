@@ -35,6 +35,8 @@ from jaxstack.observe.number_format import byte_size
 _TARGET = re.compile(r"/(own|neighbour)/(\d{1,9}of\d{1,9})/(\d{1,9})/((?:arrays/)?[A-Za-z0-9_][A-Za-z0-9_.-]*)")
 _HELD = re.compile(r"/neighbour/(\d{1,9}of\d{1,9})\?keep=((?:\d{1,9}(?:,\d{1,9})*)?)")
 _CHUNK_BYTES = 2**20
+_CONNECTIONS = 4
+"""Connections by which the files of a copy are sent at the same time."""
 _SECONDS = 60.0
 """Limit on the time in which nothing arrives at one end of a connection, or the other end checks the hashes."""
 _CHECK_SECONDS = 1800.0
@@ -341,10 +343,16 @@ class CopyClient:
         Raises:
           TransferError: it could not be sent, or not be stored.
         """
-        digests = [name for name in manifest.list_files(root) if name not in (manifest.INDEX, manifest.MANIFEST)]
+        names = [name for name in manifest.list_files(root) if name not in (manifest.INDEX, manifest.MANIFEST)]
+        self._send_files(part, root, step, [manifest.INDEX])
+        parts = {str(first): names[first::_CONNECTIONS] for first in range(min(_CONNECTIONS, len(names)))}
+        manifest.in_threads(lambda first: self._send_files(part, root, step, parts[first]), parts)
+        self._send_files(part, root, step, [manifest.MANIFEST])
+
+    def _send_files(self, part: Part, root: Path, step: int, names: Iterable[str]) -> None:
         connection = self._connect()
         try:
-            for name in (manifest.INDEX, *digests, manifest.MANIFEST):
+            for name in names:
                 with open(root / name, "rb") as file:
                     if name == manifest.MANIFEST and connection.sock is not None:
                         connection.sock.settimeout(_CHECK_SECONDS)

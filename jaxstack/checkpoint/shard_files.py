@@ -10,6 +10,7 @@ shards reads its own folder; one of another layout reads the files of those fold
 
 import collections
 import dataclasses
+import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -121,20 +122,33 @@ def write(root: Path, shards: Shards, index: dict[str, Any], files: Mapping[str,
     """
     (root / _FOLDER).mkdir()
     _bring_to_host(shards)
-    described = {}
-    total = 0
-    for number, name in enumerate(list(shards)):
-        pieces = shards.pop(name)
-        file = f"{_FOLDER}/{number}"
-        with open(root / file, "wb") as out:
-            for piece in pieces.values():
-                total += out.write(_as_bytes(np.asarray(piece)))
-        described[name] = {"file": file, "places": list(pieces)}
+    described = {
+        name: {"file": f"{_FOLDER}/{number}", "places": list(pieces)}
+        for number, (name, pieces) in enumerate(shards.items())
+    }
+
+    def write_array(name: str) -> tuple[str, int]:
+        return _write_pieces(root / described[name]["file"], shards.pop(name).values())
+
+    written = manifest.in_threads(write_array, described)
+    digests = {described[name]["file"]: digest for name, (digest, _) in written.items()}
     for name, content in files.items():
         write_file(root / name, content, durable=False)
-    digests = manifest.hash_files(root, manifest.list_files(root))
+    digests |= manifest.hash_files(root, files)
     manifest.write_manifest(root, digests, {**index, SHARDS: described})
-    return total
+    return sum(size for _, size in written.values())
+
+
+def _write_pieces(path: Path, pieces: Iterable[Any]) -> tuple[str, int]:
+    """Write arrays to a file, one after the other; return the SHA-256 in hex of their bytes, and their number."""
+    digest = hashlib.sha256()
+    size = 0
+    with open(path, "wb") as out:
+        for piece in pieces:
+            content = _as_bytes(np.asarray(piece))
+            digest.update(content)
+            size += out.write(content)
+    return digest.hexdigest(), size
 
 
 def _as_bytes(array: np.ndarray) -> memoryview:
