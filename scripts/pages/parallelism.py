@@ -107,15 +107,18 @@ def clocks(steps: Sequence[Row]) -> str:
 
 
 def processes_table(rows: Sequence[Row]) -> str:
-    """Return the steps of one process with all GPUs, and of one process for each GPU, of the newest run."""
+    """Return the steps of one process with all GPUs and of one for each GPU, of the newest run of each work."""
     if not rows:
         return "Not measured yet; `python benchmarks/distributed/processes.py` measures it."
+    newest = {row["work"]: row["run"] for row in rows}
+    used = [row for row in rows if row["run"] == newest[row["work"]]]
     lines = [
-        [row["work"], str(row["processes"]), f"{1000 * row['step_seconds']:.1f}", f"{row['relative_speed']:.3f}"]
-        for row in rows
-        if row["run"] == rows[-1]["run"]
-    ]
-    return f"{table(['workload', 'processes', 'step, ms', 'relative'], lines)}\n\n{measured_at(rows)}"
+        [row["work"], row.get("nccl", ""), str(row["processes"]), f"{1000 * row['step_seconds']:.1f}",
+         f"{row['relative_speed']:.3f}"]
+        for row in used
+    ]  # fmt: skip
+    header = ["workload", "NCCL", "processes", "step, ms", "relative"]
+    return f"{table(header, lines)}\n\n{measured_at(used)}"
 
 
 def is_baseline(row: Row) -> bool:

@@ -21,8 +21,8 @@ PUBLISHED = (
 """Published figures as their sources report them: work, machine, engine, tokens/s, source."""
 _READ_SPEED = 4.3e12
 """Bytes/s at which the memory of an H200 was measured to be read."""
-_THROUGHPUT = re.compile(r"serve (\S+) throughput prompt (\d+) tokens (\d+) .*")
-_BESIDE = re.compile(r"serve (\S+) (latency|throughput) prompt (\d+) tokens (\d+) slots \d+ (\S+)")
+_THROUGHPUT = re.compile(r"serve (\S+) throughput prompt (\d+) tokens (\d+) slots \d+ bfloat16")
+_BESIDE = re.compile(r"serve (\S+) (latency|throughput) prompt (\d+) tokens (\d+) slots \d+ (\S+(?: cache \S+)?)")
 _FILLED = re.compile(r"generate qwen3-next-8l(-attention)? batch (\d+) prompt (\d+) \w+: steps, filled")
 _DECODING = re.compile(r"generate (\S+) batch (\d+) prompt (\d+) \w+: steps")
 
@@ -81,7 +81,7 @@ def engine() -> str:
     for row in rows:
         ratios = (("times_sequential", "{:.1f}x one at a time"), ("times_alone", "{:.2f}x alone"),
                   ("times_without", "{:.2f}x without"),
-                  ("share_of_optimum", "{:.1%} of the optimum"))  # fmt: skip
+                  ("share_of_optimum", "{:.1%} of the optimum in bfloat16"))  # fmt: skip
         compared = ", ".join(form.format(row[name]) for name, form in ratios if name in row)
         speed = row.get("tokens_per_second_per_device")
         time = row.get("milliseconds")
