@@ -37,7 +37,8 @@ def run_steps(
     """Train on random tokens for `steps` steps under the launcher; return what a row says of their times, in seconds.
 
     The run ends with its last step: its save and evaluation are not waited for. The launcher ends one that hangs, names
-    the rank that the others wait for, and prints the stacks of all.
+    the rank that the others wait for, and prints the stacks of all. `metrics` of the result are the lines of metrics of
+    the counted steps, which belong in no row.
 
     Args:
       config: a configuration file.
@@ -85,7 +86,7 @@ def run_steps(
     return {
         "work": " ".join([Path(config).stem, *overrides]), "device": device, "devices": devices, "processes": processes,
         "steps": len(times), "step_seconds": statistics.fmean(times), "median_step_seconds": statistics.median(times),
-        "slowest_step_seconds": max(times), "last": counted[-1],
+        "slowest_step_seconds": max(times), "metrics": counted,
     }  # fmt: skip
 
 

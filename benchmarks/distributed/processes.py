@@ -39,7 +39,7 @@ def train(args: argparse.Namespace, folder: Path, variant: str) -> dict:
         args.config, folder, name, [*settings, *VARIANTS[variant], *args.overrides],
         processes=processes, steps=args.steps, warm_up=args.warm_up,
     )  # fmt: skip
-    del row["last"]
+    del row["metrics"]
     options = json.loads((folder / name / "environment.json").read_text())["ran"]["compiler_options"]
     row["permutes"] = options.get("xla_gpu_collective_permute_mode")
     row["nccl"] = ".".join(map(str, nccl_version()))
