@@ -399,7 +399,8 @@ class Loop:
             return
         began = time.perf_counter()
         self.signs.note("save", saved=self._committed())
-        self.checkpoints.copy(step, *self._content())
+        sizes = self.trainer.batch_sizes
+        self.checkpoints.copy(step, *self._content(), steps_grow=sizes.rows(step - 1) < sizes.full)
         self.meter.exclude(time.perf_counter() - began)
 
     def _content(self) -> tuple[Any, Any, Mapping[str, np.ndarray], float]:
@@ -461,6 +462,8 @@ class Loop:
             stopped = stop()
             return stopped
 
+        if self.checkpoints is not None:
+            self.checkpoints.leave_devices()
         with doing("evaluating"):
             self.signs.note("evaluate" if self.evaluated else "compile")
             values = self._held_out_values(limit, after_batch)

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from jaxtyping import PyTree
 
 from jaxstack.checkpoint import manifest, memory_folder, shard_files
@@ -87,8 +88,12 @@ class MemoryCheckpoints:
         self._own = memory_folder.own_copies(self._folder, self._part)
         self._answers = itertools.count()
         self._thread: threading.Thread | None = None
-        self._twice: bool | None = None
-        self._told = False
+        self._on_devices: bool | None = None
+        """Whether copies are made on the devices first; None: not known yet."""
+        self._off_devices = threading.Event()
+        """Set unless a copy may be on the devices."""
+        self._off_devices.set()
+        self._told_to_wait = False
         self._tls: Sequence[str] | None = None
         self._server = self._serve()
         self._members = self._meet()
@@ -138,17 +143,32 @@ class MemoryCheckpoints:
             "memory_copy_seconds": self.blocked_seconds,
         }
 
-    def copy(self, step: int, state: PyTree, extra: object, files: Mapping[str, bytes] | None = None) -> None:
-        """Start to copy the state after `step` steps, `extra` (plain JSON) and further files to memory.
+    def copy(
+        self,
+        step: int,
+        state: PyTree,
+        extra: object,
+        files: Mapping[str, bytes] | None = None,
+        *,
+        steps_grow: bool = False,
+    ) -> None:
+        """Start to copy a state to memory.
 
         Waits for the copy before, so that there are never more than two. Afterwards the state may be donated: it is
         copied within the devices' memory first, if steps leave room for that, so that they do not wait for the host.
+
+        Args:
+          step: number of steps after which it is the state.
+          state: the state.
+          extra: plain JSON.
+          files: further files, name -> content.
+          steps_grow: later steps need more device memory than those so far, which then do not show what is left.
         """
         began = time.monotonic()
         self.wait()
         waited = time.monotonic() - began
-        if waited > 1 and not self._told:
-            self._told = True
+        if waited > 1 and not self._told_to_wait:
+            self._told_to_wait = True
             self._report(
                 f"a copy in memory takes longer than {self._every_steps} steps, and the run has waited {waited:.1f} s "
                 "for it: raise checkpoint.memory_every_steps."
@@ -157,9 +177,10 @@ class MemoryCheckpoints:
         specs = {name: describe(name, leaf) for name, leaf in leaves.items()}
         index = {**make_index(step, specs, extra), "run": self._run}
         arrays = {name: to_stored(leaves[name], spec) for name, spec in specs.items() if spec.has_array}
-        if self._twice is None:  # the steps before the first copy have shown how much memory they need
-            self._twice = shard_files.has_room(arrays)
-        shards = shard_files.start_copy(arrays, on_device=self._twice)
+        if self._on_devices is None and not steps_grow:
+            # Only now: the copies themselves count in what the devices have needed so far.
+            self._on_devices = shard_files.has_room(arrays)
+        shards = self._start_copy(arrays)
         self._thread = threading.Thread(target=self._finish, args=(step, shards, index, files or {}), daemon=True)
         self._thread.start()
         self.blocked_seconds += time.monotonic() - began
@@ -169,6 +190,10 @@ class MemoryCheckpoints:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def leave_devices(self) -> None:
+        """Wait until no copy is on the devices, before a program that may need more of their memory than the steps."""
+        self._off_devices.wait()
 
     def latest_step(self, at_least: int) -> int | None:
         """Return the newest step, `at_least` or later, of which all processes have found their shards in intact copies.
@@ -350,17 +375,29 @@ class MemoryCheckpoints:
             raise _Misfit(differences[0])
         return _targets(wanted, stored)
 
+    def _start_copy(self, arrays: Mapping[str, Any]) -> shard_files.Shards:
+        """Start to copy arrays, on the devices first if they have room, otherwise to host memory."""
+        if self._on_devices:
+            self._off_devices.clear()
+            try:
+                return shard_files.start_copy(arrays, on_device=True)
+            except jax.errors.JaxRuntimeError:  # no room after all, such as in one piece
+                self._on_devices = False
+                self._off_devices.set()
+        return shard_files.start_copy(arrays)
+
     def _finish(self, step: int, shards: shard_files.Shards, index: dict[str, Any], files: Mapping[str, bytes]) -> None:
         """Write the copy, send it, and, when all processes have, delete the older one; runs in a thread."""
         name = f"{self._name}-copy-{step}"
         failure = None
         try:
-            shard_files.write(self._own.begin(step), shards, index, files)
-            root = self._own.commit(step)
+            root = self._write(step, shards, index, files)
             if self._client is not None:
                 self._client.send(self._part, root, step)
         except Exception as error:
-            failure = f"process {self._rank}: {getattr(error, 'strerror', None) or error}"
+            if isinstance(error, jax.errors.JaxRuntimeError):  # the devices may have had no room after all
+                self._on_devices = False
+            failure = f"process {self._rank}: {_reason(error)}"
         try:
             failure = self._agree(name, failure)
         except (JaxstackError, RuntimeError):
@@ -371,6 +408,15 @@ class MemoryCheckpoints:
         else:
             self._report(f"the copy of step {step} in memory failed and is dropped: {failure}")
             self._keep([self.newest] if self.newest >= 0 else [])
+
+    def _write(self, step: int, shards: shard_files.Shards, index: dict[str, Any], files: Mapping[str, bytes]) -> Path:
+        """Write the copy and return its folder; afterwards, also if that fails, nothing of it is on the devices."""
+        try:
+            shard_files.write(self._own.begin(step), shards, index, files)
+        finally:
+            shards.clear()
+            self._off_devices.set()
+        return self._own.commit(step)
 
     def _agree(self, name: str, failure: str | None) -> str | None:
         """Return the failure of some process, or None if all have finished their copy."""
@@ -412,6 +458,11 @@ class _Found(NamedTuple):
 
 class _Misfit(Exception):
     """Raised if copies in memory are of another run, or of another state than this run's."""
+
+
+def _reason(error: Exception) -> str:
+    """Return in one line why a copy failed."""
+    return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _launcher_folder() -> Path:

@@ -10,6 +10,7 @@ only to a token that the processes exchange through the coordination service, an
 """
 
 import collections
+import contextlib
 import dataclasses
 import hmac
 import http.client
@@ -354,7 +355,7 @@ class CopyClient:
         try:
             for name in names:
                 with open(root / name, "rb") as file:
-                    if name == manifest.MANIFEST and connection.sock is not None:
+                    if name == manifest.MANIFEST:
                         connection.sock.settimeout(_CHECK_SECONDS)
                     headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
                     self._exchange(connection, "PUT", f"/neighbour/{part}/{step}/{name}", file, headers).read()
@@ -415,12 +416,14 @@ class CopyClient:
         host, port = self._address
         try:
             if self._context is None:
-                return http.client.HTTPConnection(host, port, timeout=_SECONDS, blocksize=_CHUNK_BYTES)
-            connection = http.client.HTTPSConnection(
-                host, port, timeout=_SECONDS, context=self._context, blocksize=_CHUNK_BYTES
-            )
+                connection = http.client.HTTPConnection(host, port, timeout=_SECONDS, blocksize=_CHUNK_BYTES)
+            else:
+                connection = http.client.HTTPSConnection(
+                    host, port, timeout=_SECONDS, context=self._context, blocksize=_CHUNK_BYTES
+                )
             connection.connect()
-            _check_peer(connection.sock)
+            if self._context is not None:
+                _check_peer(connection.sock)
         except OSError as error:
             raise TransferError(f"{host}:{port} cannot be reached: {error.strerror or error}") from None
         return connection
@@ -430,12 +433,13 @@ class CopyClient:
     ) -> http.client.HTTPResponse:
         where = "{}:{}".format(*self._address)
         try:
-            connection.request(method, target, body, {**self._headers, **(headers or {})})
+            # A server that refuses closes the connection before it has read all; its answer has the reason.
+            with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
+                connection.request(method, target, body, {**self._headers, **(headers or {})})
             answer = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
-            raise TransferError(
-                f"{where} did not take {target}: {getattr(error, 'strerror', None) or error!r}"
-            ) from None
+            reason = getattr(error, "strerror", None) or repr(error)
+            raise TransferError(f"{where} did not take {target}: {reason}") from None
         if answer.status != 200:
             raise TransferError(f"{where} refused {target}: {answer.reason}")
         return answer

@@ -193,10 +193,17 @@ class RunCheckpoints:
         skipped: Any,
         data: Mapping[str, np.ndarray] | None = None,
         train_seconds: float | None = None,
+        steps_grow: bool = False,
     ) -> None:
-        """Begin to copy to host memory what `save` saves on disk."""
+        """Begin to copy to host memory what `save` saves on disk; for `steps_grow` see `MemoryCheckpoints.copy`."""
         if self.memory is not None:
-            self.memory.copy(step, state, self._extra(step, skipped, train_seconds), _files_of(data))
+            extra = self._extra(step, skipped, train_seconds)
+            self.memory.copy(step, state, extra, _files_of(data), steps_grow=steps_grow)
+
+    def leave_devices(self) -> None:
+        """Wait until no copy of the state is on the devices; see `MemoryCheckpoints.leave_devices`."""
+        if self.memory is not None:
+            self.memory.leave_devices()
 
     def wait(self) -> None:
         """Wait until nothing is being saved or copied.

@@ -1,7 +1,10 @@
 """Copies of a state in host memory: who holds whose, room, hashes, transfers, and what of them is restored."""
 
+import errno
 import ssl
 import subprocess
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -307,6 +310,75 @@ def test_a_copy_that_cannot_be_written_leaves_the_older_one(folder, monkeypatch)
     assert opened(state_of(0), folder).latest_step(0) == 2
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (RuntimeError("INTERNAL: why\nwhere"), "INTERNAL: why"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_a_copy_that_fails_is_told_in_one_line(folder, monkeypatch, error, reason):
+    said: list[str] = []
+    write = Mock(side_effect=error)
+    with opened(state_of(0), folder, said) as copies:
+        copies.copy(2, state_of(2), None)
+        copies.wait()
+        monkeypatch.setattr(shard_files, "_write_pieces", write)
+        copies.copy(4, state_of(4), None)
+        copies.leave_devices()
+    assert said == [f"the copy of step 4 in memory failed and is dropped: process 0: {reason}"]
+    assert [path.name for path in (folder / "own" / "0of1").iterdir()] == ["2"]
+
+
+@pytest.mark.parametrize("at", ["start", "end"])
+def test_without_room_on_the_devices_after_all_copies_go_to_the_host(folder, monkeypatch, at):
+    """XLA may tell only when a copy is read that there was no memory for it."""
+    said: list[str] = []
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    monkeypatch.setattr(shard_files, "has_room", lambda arrays: True)
+    with opened(state_of(0), folder, said) as copies, monkeypatch.context() as patch:
+        patch.setattr(shard_files, "_clone_on_one" if at == "start" else "_write_pieces", Mock(side_effect=error))
+        copies.copy(2, state_of(2), None)
+        copies.wait()
+        assert copies.newest == (2 if at == "start" else -1) and len(said) == (at == "end")
+        patch.undo()
+        patch.setattr(shard_files, "_clone_on_one", Mock(side_effect=AssertionError))
+        copies.copy(4, state_of(4), None)
+        copies.wait()
+        assert copies.newest == 4
+
+
+def test_copies_are_on_devices_only_when_steps_have_their_full_size_and_no_other_program_runs(folder, monkeypatch):
+    used: list[bool] = []
+    written = threading.Event()
+    start, write = shard_files.start_copy, shard_files.write
+
+    def started(arrays, *, on_device: bool = False):
+        used.append(on_device)
+        return start(arrays, on_device=on_device)
+
+    def write_later(*arguments):
+        time.sleep(0.1)
+        written.set()
+        return write(*arguments)
+
+    monkeypatch.setattr(shard_files, "has_room", lambda arrays: True)
+    monkeypatch.setattr(shard_files, "start_copy", started)
+    monkeypatch.setattr(shard_files, "write", write_later)
+    with opened(state_of(0), folder) as copies:
+        copies.leave_devices()
+        copies.copy(2, state_of(2), None, steps_grow=True)
+        copies.leave_devices()
+        assert not written.is_set()
+        copies.wait()
+        written.clear()
+        copies.copy(4, state_of(4), None)
+        copies.leave_devices()
+        assert written.is_set()
+    assert used == [False, True]
+
+
 def test_without_the_launcher_the_key_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv(memory_folder.VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=r"needs the launcher.*python -m jaxstack.launch -- COMMAND"):
@@ -381,6 +453,33 @@ def test_strangers_are_refused(folder, server, copy_of_two):
     assert list(folder.iterdir()) == []
 
 
+def test_the_check_of_a_copy_may_take_longer_than_other_answers(folder, server, copy_of_two, monkeypatch):
+    check = manifest.check
+    monkeypatch.setattr(neighbour, "_SECONDS", 0.2)
+    monkeypatch.setattr(manifest, "check", lambda *given: time.sleep(0.4) or check(*given))
+    CopyClient(server.address, server.token).send(FIRST, copy_of_two, 2)
+    assert held_copies(folder, FIRST).steps() == [2]
+
+
+def refuse_large_files(monkeypatch, root: Path) -> None:
+    """The first array of a copy becomes larger than what a holder without room reads of it."""
+    store = neighbour._Handler._store
+
+    def refuse(handler, path, length):
+        if length == 2**25:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        store(handler, path, length)
+
+    (root / "arrays" / "0").write_bytes(bytes(2**25))
+    monkeypatch.setattr(neighbour._Handler, "_store", refuse)
+
+
+def test_a_holder_that_refuses_a_file_while_it_is_sent_says_why(server, copy_of_two, monkeypatch):
+    refuse_large_files(monkeypatch, copy_of_two)
+    with pytest.raises(TransferError, match="refused /neighbour/0of2/2/arrays/0: No space left on device"):
+        CopyClient(server.address, server.token).send(FIRST, copy_of_two, 2)
+
+
 @pytest.mark.longer
 def test_processes_of_another_authority_are_refused(folder, copy_of_two, tmp_path, monkeypatch):
     files = {}
@@ -396,6 +495,9 @@ def test_processes_of_another_authority_are_refused(folder, copy_of_two, tmp_pat
         ours = CopyClient(server.address, server.token, files["ours"])
         ours.send(FIRST, copy_of_two, 2)
         assert held_copies(folder, FIRST).steps() == [2]
+        refuse_large_files(monkeypatch, copy_of_two)
+        with pytest.raises(TransferError, match="refused .*: No space left on device"):
+            ours.send(FIRST, copy_of_two, 2)
         monkeypatch.setenv(neighbour.TLS_PEER_PREFIX, "spiffe://jaxstack/another/")
         with pytest.raises(TransferError):
             ours.send(FIRST, copy_of_two, 2)
