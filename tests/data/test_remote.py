@@ -135,23 +135,25 @@ def test_every_store_gives_the_batches_of_the_local_directory(scheme, folder, se
         assert sum(name.startswith("train-") and part for name, part in server.requests) > 10
 
 
-@pytest.mark.longer
 def test_shards_are_copied_once_and_then_read_locally(folder, server, tmp_path):
-    cache = tmp_path / "nvme"
-    first = opened(f"{server.url}/tokens", shard_cache=str(cache))
-    check_equal(first, opened(folder))
-    shards = [s["name"] for s in prepared_folders.LocalFolder(folder).read_index()["splits"]["train"]["shards"]]
-    end = time.monotonic() + 10
-    while len(list(cache.glob("*/train-*.bin"))) < len(shards):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    for path in cache.glob("*/*.bin"):
+    local = prepared_folders.LocalFolder(folder)
+    shards = local.read_index()["splits"]["train"]["shards"][:2]
+    count = sum(shard["tokens"] for shard in shards)
+    expected = local.open_split("train").read(0, count)
+    for number in range(2):
+        stream = prepared_folders.open_folder(f"{server.url}/tokens", str(tmp_path)).open_split("train")
+        np.testing.assert_array_equal(stream.read(0, count), expected)
+        end = time.monotonic() + 10
+        while len(stream._files._copied) < len(shards):
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        whole = sorted(name for name, part in server.requests if name.startswith("train-") and not part)
+        assert whole == ([] if number else sorted(shard["name"] for shard in shards))
+        server.requests.clear()
+        np.testing.assert_array_equal(stream.read(0, count), expected)
+        assert server.requests == []
+    for path in tmp_path.glob("*/*.bin"):
         assert path.read_bytes() == (folder / path.name).read_bytes()
-    first.close()
-    server.requests.clear()
-    check_equal(opened(f"{server.url}/tokens", shard_cache=str(cache)), opened(folder))
-    whole = [name for name, part in server.requests if name.startswith("train-") and not part]
-    assert whole == []
 
 
 def test_a_damaged_copy_is_made_again(folder, server, tmp_path):

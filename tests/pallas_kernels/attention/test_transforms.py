@@ -1,5 +1,7 @@
 """Attention under jit, vmap, scan, jax.checkpoint and shard_map, and the pieces that others build on."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +24,18 @@ def loss(q, k, v, implementation, **options):
     return (flash_attention(q, k, v, implementation=implementation, **options) ** 2).sum()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vmap_is_a_further_batch_dim(backend):
+    q, k, v = arrays(3, 2)
+    attend = functools.partial(flash_attention, window=9, implementation=backend)
+    together = run_jitted(jax.vmap(attend), q, k, v)
+    alone = run_jitted(attend, *(x.reshape(6, *x.shape[2:]) for x in (q, k, v)))
+    np.testing.assert_allclose(together, alone.reshape(q.shape), atol=1e-6)
+
+
 @pytest.mark.longer
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_vmap(backend):
+def test_vmap_of_the_gradient(backend):
     q, k, v = arrays(3, 2)
     gradient = jax.grad(lambda *x: loss(*x, backend, window=9), argnums=(0, 1, 2))
     together = run_jitted(jax.vmap(gradient), q, k, v)

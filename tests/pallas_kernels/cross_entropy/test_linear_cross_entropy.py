@@ -1,5 +1,6 @@
 """The fused head and loss against the contract, its memory, and what it communicates when it is sharded."""
 
+import functools
 import re
 
 import jax
@@ -106,14 +107,11 @@ def test_float32_weight_beside_bfloat16_hidden():
         assert (d_weight.astype(jnp.bfloat16).astype(jnp.float32) != d_weight).any()
 
 
-@pytest.mark.longer
-def test_labels_out_of_range_are_not_silent():
-    hidden = jnp.ones((3, 4))
-    weight = jnp.ones((4, 5))
-    labels = jnp.asarray([4, 5, -1])
-    for backend in (*BACKENDS, "reference"):
-        loss = linear_cross_entropy(hidden, weight, labels, implementation=backend)
-        assert np.isnan(loss).tolist() == [False, True, True]
+@pytest.mark.parametrize("backend", ["xla", "xla_dense", "reference"])
+def test_labels_out_of_range_are_not_silent(backend):
+    function = functools.partial(linear_cross_entropy, implementation=backend)
+    loss = run_jitted(function, np.ones((3, 4), np.float32), np.ones((4, 5), np.float32), np.array([4, 5, -1]))
+    np.testing.assert_allclose(loss, [np.log(5), np.nan, np.nan], rtol=1e-6)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -228,14 +228,14 @@ def test_scales_are_the_largest_power_of_two_that_fits(dtype):
     assert power_of_two_scale(jnp.zeros(()), dtype) == 1
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_value_that_is_not_finite_is_not_hidden(recipe, value):
-    x, weights, _ = operands()
-    out = multiply(recipe, "e5m2", x.at[1, 2, 3].set(value), weights)[0]
-    clipped = recipe == "delayed" and value == jnp.inf  # its scale is that of other steps
-    assert clipped or not jnp.isfinite(out[1, 2]).all()
+    x = np.ones((4, 32), np.float32)
+    x[1, 3] = value
+    out = run_jitted(lambda x, w: multiply(recipe, "e5m2", x, (w,))[0], x, np.ones((32, 16), np.float32))
+    clipped = recipe == "delayed" and value == np.inf  # its scale is that of other steps
+    assert clipped or not np.isfinite(out[1]).any()
 
 
 @pytest.mark.longer
@@ -362,8 +362,22 @@ X = np.random.default_rng(3).normal(size=(64, 32)).astype(np.float32)
 Y = np.sin(X @ np.random.default_rng(4).normal(size=(32, 16)).astype(np.float32) / 4)
 
 
+def test_flax_layers_multiply_with_it():
+    linear = nnx.Linear(32, 16, rngs=nnx.Rngs(0), dot_general=fp8_dot_general)
+    weight = linear.kernel[...]
+
+    def products(x, weight):
+        dense = linen.Dense(16, use_bias=False, dot_general=fp8_dot_general).apply({"params": {"kernel": weight}}, x)
+        return fp8_dot_general(x, weight, PLAIN), linear(x), dense
+
+    wanted, *found = run_jitted(products, X, weight)
+    assert 0.01 < error(wanted, X @ weight) < STEPS["e4m3"]
+    for product in found:
+        np.testing.assert_array_equal(product, wanted)
+
+
 @pytest.mark.longer
-def test_nnx_linear_takes_it():
+def test_nnx_linear_learns_with_it():
     def loss_of(**options):
         graphdef, params = nnx.split(nnx.Linear(32, 16, rngs=nnx.Rngs(0), **options))
         return trained(lambda p: jnp.mean((nnx.merge(graphdef, p)(X) - Y) ** 2), params)
@@ -374,7 +388,7 @@ def test_nnx_linear_takes_it():
 
 
 @pytest.mark.longer
-def test_linen_dense_takes_it():
+def test_linen_dense_learns_with_it():
     def loss_of(**options):
         layer = linen.Dense(16, **options)
         return trained(lambda p: jnp.mean((layer.apply(p, X) - Y) ** 2), layer.init(jax.random.key(0), X))
