@@ -66,7 +66,7 @@ LENGTHS = (17, 2, 6)
 STEPS = 19
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param("every key", marks=pytest.mark.quick), *list(MODELS)[1:]])
 def test_prefill_and_steps_give_the_logits_of_the_whole_forward(name):
     """Rows of other lengths side by side, over several turns of each ring."""
     model = Transformer(ModelConfig(**{**BASE, **MODELS[name]}), nnx.Rngs(0))
@@ -102,8 +102,10 @@ def test_the_window_bounds_what_a_layer_keeps(values, slots):
     assert [layer.key.shape for layer in cache.layers] == [(3, 2, n, 8) for n in slots]
 
 
-@pytest.mark.longer
-@pytest.mark.parametrize(("slots", "pinned"), [(8, 0), (5, 2), (3, 3), (1, 0)])
+@pytest.mark.parametrize(
+    ("slots", "pinned"),
+    [(5, 2), *(pytest.param(*case, marks=pytest.mark.longer) for case in ((8, 0), (3, 3), (1, 0)))],
+)
 def test_a_slot_holds_the_newest_token_of_its_turn(slots, pinned):
     """A token at a time, several at once, and all at once, against a list of who wrote where."""
     heads = AttentionSpec(1, 1, 1, 1.0)

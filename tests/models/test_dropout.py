@@ -3,40 +3,36 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxstack.models.dropout import drop, fold_key, split_key, token_keys
+from tests.compilation import run_jitted
 
 KEY = jax.random.key(3)
 
 
-@pytest.mark.longer
-def test_each_token_has_a_key_of_its_own_wherever_it_lies():
-    keys = token_keys(KEY, 4, jnp.arange(6))
-    assert len({tuple(k) for k in np.asarray(jax.random.key_data(keys)).reshape(24, -1).tolist()}) == 24
-    order = jnp.array([5, 0, 3])
-    assert jnp.array_equal(token_keys(KEY, 2, order), keys[:2, order])
+def test_each_token_and_each_part_of_the_model_has_a_key_of_its_own_wherever_the_token_lies():
+    order = np.array([5, 0, 3])
+
+    def numbers(positions):
+        keys = token_keys(KEY, 4, positions)
+        parts = (keys, *split_key(keys), fold_key(keys, 2), fold_key(keys, 3))
+        return jax.tree.map(jax.random.key_data, (parts, token_keys(KEY, 2, positions[order])))
+
+    parts, reordered = run_jitted(numbers, np.arange(6))
+    assert len({tuple(key) for keys in parts for key in np.asarray(keys).reshape(24, -1).tolist()}) == 5 * 24
+    np.testing.assert_array_equal(reordered, parts[0][:2, order])
 
 
 def test_a_mask_belongs_to_its_token_and_has_the_right_mean():
-    x = jnp.ones((4, 6, 512))
-    keys = token_keys(KEY, 4, jnp.arange(6))
-    whole = drop(x, 0.25, keys)
-    assert jnp.array_equal(drop(x[1:3, 2:], 0.25, keys[1:3, 2:]), whole[1:3, 2:])
+    def masks(x):
+        keys = token_keys(KEY, 4, jnp.arange(6))
+        return drop(x, 0.25, keys), drop(x[1:3, 2:], 0.25, keys[1:3, 2:]), drop(x.reshape(4, 6, 8, 64), 0.25, keys)
+
+    whole, part, heads = run_jitted(masks, np.ones((4, 6, 512), np.float32))
+    np.testing.assert_array_equal(part, whole[1:3, 2:])
     np.testing.assert_allclose(np.unique(whole), [0, 1 / 0.75])
     assert abs(float(whole.mean()) - 1) < 0.03
-    heads = drop(x.reshape(4, 6, 8, 64), 0.25, keys)
     assert abs(float(heads.mean()) - 1) < 0.03
-
-
-@pytest.mark.longer
-def test_parts_of_the_model_draw_other_masks():
-    x = jnp.ones((2, 3, 64))
-    keys = token_keys(KEY, 2, jnp.arange(3))
-    first, second = split_key(keys)
-    masks = [drop(x, 0.5, key) for key in (keys, first, second, fold_key(keys, 2), fold_key(keys, 3))]
-    for i, mask in enumerate(masks):
-        assert not any(jnp.array_equal(mask, other) for other in masks[:i])
 
 
 def test_without_a_key_nothing_is_dropped():

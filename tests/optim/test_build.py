@@ -63,7 +63,6 @@ def test_lion_and_sgd_are_those_of_optax():
     close(ours, train(optax.sgd(rate, 0.7, True))[0])
 
 
-@pytest.mark.longer
 def test_adafactor_is_that_of_the_paper_as_optax_has_it():
     ours, _ = train(build_optimizer(Adafactor(clip_norm=None, min_dim_size_to_factor=2), rate, PARAMS))
     theirs, _ = train(optax.adafactor(rate, min_dim_size_to_factor=2, momentum=None))

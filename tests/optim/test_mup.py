@@ -14,6 +14,7 @@ from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import SGD, Adafactor, AdamW, Lion, Muon, Soap
 from jaxstack.run_config import load_config
+from tests.compilation import run_jitted
 from tests.marks import longer
 
 PATHS = {
@@ -136,20 +137,20 @@ def test_epsilon_falls_with_the_width():
     np.testing.assert_allclose(updates["embedding"]["table"], -0.5, rtol=1e-5)
 
 
-@pytest.mark.longer
 def test_clipping_of_sgd_does_not_depend_on_the_width():
     """Gradients as muP scales them: of an element 1/m in the embedding and 1 in the head, over m times as many."""
-    found = {}
-    for m in (1, 4):
+
+    def update(m: int, limit: float) -> list[jax.Array]:
+        """Elements of the updates in units of the learning rates, m for embeddings and 1/m for the head."""
         gradients = {"embedding": {"table": jnp.full((2, 8 * m), 1 / m)}, "head": jnp.ones((8 * m, 2))}
-        for limit in (1.0, 100.0):
-            settings = SGD(clip_norm=limit, momentum=0.0)
-            optimizer = build_optimizer(settings, lambda _: 1.0, gradients, width=Width(float(m), False))
-            updates, _ = optimizer.update(gradients, optimizer.init(gradients), gradients)
-            # In units of the learning rates, m for embeddings and 1/m for the head.
-            found[m, limit] = [float(updates["embedding"]["table"][0, 0]), m * float(updates["head"][0, 0])]
-    assert found[4, 1.0] == pytest.approx(found[1, 1.0], rel=1e-6) == [-(32**-0.5)] * 2
-    assert found[4, 100.0] == pytest.approx(found[1, 100.0]) == [-1.0, -1.0]
+        settings = SGD(clip_norm=limit, momentum=0.0)
+        optimizer = build_optimizer(settings, lambda _: 1.0, gradients, width=Width(float(m), False))
+        updates, _ = optimizer.update(gradients, optimizer.init(gradients), gradients)
+        return [updates["embedding"]["table"][0, 0], m * updates["head"][0, 0]]
+
+    for limit, wanted in ((1.0, -(32**-0.5)), (100.0, -1.0)):
+        found = run_jitted(lambda limit=limit: (update(1, limit), update(4, limit)))
+        np.testing.assert_allclose(found, [[wanted] * 2] * 2, rtol=1e-6)
 
 
 def test_attention_scale():

@@ -12,6 +12,7 @@ from pallas_kernels import gated_delta_rule, sequence_order, ssd
 from pallas_kernels.delta_rule.sharded import gated_delta_rule_over_shards
 from pallas_kernels.sequence_shards import SequenceShards, tokens_before
 from pallas_kernels.ssd.sharded import ssd_over_shards
+from tests.compilation import run_jitted
 
 LENGTH = 80
 # Documents that end within a part, at its end, and that are padding at the start, across an edge, and at the end.
@@ -108,7 +109,7 @@ def test_a_sharded_recurrence_equals_the_whole_one(name, lengths, devices, layou
 @pytest.mark.quick
 @pytest.mark.parametrize("ids", [None, make_ids(LENGTHS["packed"])], ids=LENGTHS)
 def test_the_tokens_before_each_part(ids):
-    values = jnp.arange(1.0, 2 * LENGTH + 1).reshape(2, LENGTH)
+    values = np.arange(1, 2 * LENGTH + 1, dtype=np.float32).reshape(2, LENGTH)
     padded = np.concatenate([np.zeros((2, 3)), values], axis=1)
     documents = np.zeros((2, LENGTH)) if ids is None else np.asarray(ids)
 
@@ -117,7 +118,7 @@ def test_the_tokens_before_each_part(ids):
         found = tokens_before(shards, shards.split(x), 3, None if ids is None else shards.split(segment_ids))
         return shards.join(jnp.pad(found, ((0, 0), (0, x.shape[1] // shards.count - 3))))
 
-    found = sharded(tails, 4, "zigzag", ids)(values)
+    found = np.asarray(run_jitted(sharded(tails, 4, "zigzag", ids), values))
     for first in range(0, LENGTH, 10):
         for row in range(2):
             seen = [at >= 0 and documents[row, at] == documents[row, first] for at in range(first - 3, first)]

@@ -10,6 +10,7 @@ from jaxstack.loss import IGNORE, token_losses
 from jaxstack.models import Transformer
 from jaxstack.reinforce.policy import ADVANTAGES, KL_ESTIMATORS, LOSSES, PolicyConfig, Tokens, sum_over_tokens
 from jaxstack.run_config import load_config
+from tests.compilation import run_jitted
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0]], np.float32)
 POLICY = [[-0.4, -1.2, -0.3], [-1.0, -0.2], [-0.6, -0.6, -0.9], [-0.1]]
@@ -79,7 +80,6 @@ def test_metrics_of_the_tokens():
     assert weights == pytest.approx({"importance": 1.100815, "importance_limited": 1 / 9}, abs=1e-6)
 
 
-@pytest.mark.longer
 def test_estimators_of_the_divergence():
     """Values at one token, and expected gradients under a softmax: k2 and k3+ have that of KL(p || reference)."""
     logits, reference = jnp.array([0.3, -0.5, 1.0, 0.1]), jax.nn.log_softmax(jnp.array([0.0, 0.4, 0.2, -0.6]))
@@ -88,11 +88,16 @@ def test_estimators_of_the_divergence():
     def expected(name: str, logits: jax.Array) -> jax.Array:
         return jnp.sum(p * KL_ESTIMATORS[name](jax.nn.log_softmax(logits) - reference))
 
-    exact = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - reference)))(logits)
-    np.testing.assert_allclose(jax.grad(expected, 1)("k2", logits), exact, atol=1e-6)
-    np.testing.assert_allclose(jax.grad(expected, 1)("k3+", logits), exact, atol=1e-6)
-    divergence = jnp.sum(p * (jnp.log(p) - reference))
-    np.testing.assert_allclose([expected("k3", logits), expected("k3+", logits)], [divergence] * 2, rtol=1e-5)
+    def divergence(logits: jax.Array) -> jax.Array:
+        return jnp.sum(jax.nn.softmax(logits) * (jax.nn.log_softmax(logits) - reference))
+
+    def run(logits: jax.Array) -> tuple:
+        gradients = [jax.grad(expected, 1)(name, logits) for name in ("k2", "k3+")]
+        return gradients, [expected(name, logits) for name in ("k3", "k3+")], jax.value_and_grad(divergence)(logits)
+
+    gradients, values, (value, gradient) = run_jitted(run, logits)
+    np.testing.assert_allclose(gradients, [gradient] * 2, atol=1e-6)
+    np.testing.assert_allclose(values, [value] * 2, rtol=1e-5)
 
 
 def test_the_first_update_has_the_gradient_of_reinforce():
@@ -132,7 +137,6 @@ def test_groups_of_equal_rewards_do_not_count():
     assert PolicyConfig(loss="grpo", drop_equal_groups=False).counts(rewards).all()
 
 
-@pytest.mark.longer
 def test_distillation_follows_the_divergence_from_the_teacher():
     """The expected gradient is that of KL(model || teacher); overlong answers count, and one sample is enough."""
     settings = PolicyConfig(loss="distill", samples=1)
@@ -152,7 +156,8 @@ def test_distillation_follows_the_divergence_from_the_teacher():
         value = settings.method.objective(tokens, settings).value
         return jnp.sum(jax.lax.stop_gradient(jnp.exp(student)) * value)
 
-    assert jnp.allclose(jax.grad(expected)(logits), jax.grad(divergence)(logits), atol=1e-6)
+    found, wanted = run_jitted(lambda x: (jax.grad(expected)(x), jax.grad(divergence)(x)), logits)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
 def test_logits_of_answers_alone_give_the_same_losses_and_gradients():

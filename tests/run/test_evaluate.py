@@ -14,10 +14,12 @@ from safetensors.numpy import load_file, save_file
 import jaxstack.evaluate as evaluate
 import jaxstack.generate as generate
 from jaxstack.data.config import DataConfig, SourceConfig
-from jaxstack.errors import ConfigError
+from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.models import from_huggingface
 from jaxstack.run.evaluate import TextOptions, _open_text, _source_of
+from jaxstack.run.load import check_finite
 from jaxstack.run_config import RunConfig
+from jaxstack.stored import StoredModel
 from tests.marks import longer
 from tests.word_models import as_words, make_word_model
 
@@ -106,8 +108,15 @@ def test_the_length_of_rows_is_said(source, text, capsys, monkeypatch, tmp_path)
     assert run(capsys, "--run", str(source), "--data", str(text[0]), "parallel.data=1")["row_length"] > 0
 
 
+@pytest.mark.quick
+def test_weights_that_are_no_numbers_are_named(source):
+    params = {"norm": np.ones(3, np.float32), "kernel": np.array([1, np.inf], np.float32), "bias": np.array([np.nan])}
+    with pytest.raises(JaxstackError, match=r"2 of 3 hold NaN or infinity, the first is bias\."):
+        check_finite(params, StoredModel.open(source))
+
+
 @pytest.mark.longer
-def test_weights_that_are_no_numbers_are_told(source, text, tmp_path, capsys, monkeypatch):
+def test_commands_refuse_weights_that_are_no_numbers(source, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     broken = shutil.copytree(source, tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")

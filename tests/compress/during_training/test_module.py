@@ -26,6 +26,7 @@ from jaxstack.parallel import ParallelConfig, make_mesh
 from jaxstack.run.build import make_trainer
 from jaxstack.run_config import TrainConfig
 from jaxstack.trainer import Trainer, numpy_batches
+from tests.compilation import run_jitted
 from tests.small_runs import batch_at, run_steps, small_config
 
 RULES = (
@@ -51,6 +52,7 @@ def squared_error(model: Small, batch: Any) -> jax.Array:
     return jnp.mean(jnp.square(model(batch["x"]) - batch["y"]))
 
 
+SMALL_RULES = (LowRankRule(path="first", rank=2), QatRule(path="second", group_size=4))
 DATA = {"x": np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32), "y": np.ones((32, 2), np.float32)}
 
 
@@ -61,19 +63,28 @@ def small_trainer(module: Any, loss: Any, data: Any, optimizer: Any, *, rows: in
     return Trainer(module, loss, data, optimizer=optimizer, mesh=mesh, train=train)
 
 
-@pytest.mark.longer
 def test_rules_choose_by_path_and_the_state_holds_factors():
-    rules = [LowRankRule(path="first", rank=2), QatRule(path="second", group_size=4)]
-    module = compress_in_training(Small, rules)
-    compression = module.view(Compression)
+    module = compress_in_training(Small, SMALL_RULES)
     shapes = jax.tree.map(lambda x: x.shape, module.abstract_params)
     assert shapes["first"]["kernel"] == {"u": (8, 2), "v": (2, 4)} and shapes["second"]["kernel"] == (8, 2)
+
+    def run(key):
+        params = module.init(key)[0]
+        return params["first"]["kernel"], module.load(params)["first"]["kernel"]
+
+    factors, kernel = run_jitted(run, jax.random.key(0))
+    np.testing.assert_allclose(kernel, (np.asarray(factors["u"]) @ factors["v"]).T, rtol=1e-6)
+    assert compress_in_training(module, []) is module
+
+
+@pytest.mark.longer
+def test_the_packed_weights_are_those_that_the_model_computes_with():
+    module = compress_in_training(Small, SMALL_RULES)
     params, _ = module.init(jax.random.key(0))
-    packed = compression.pack(params)
+    packed = module.view(Compression).pack(params)
     exported = module.load(params)
     for name in ("first", "second"):
         np.testing.assert_allclose(packed[f"{name}/kernel"].dense(), exported[name]["kernel"], atol=1e-6)
-    assert compress_in_training(module, []) is module
 
 
 @pytest.mark.parametrize(

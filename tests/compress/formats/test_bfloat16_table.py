@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxstack.compress.formats.lookup_table import (
     PATTERNS,
@@ -12,6 +11,7 @@ from jaxstack.compress.formats.lookup_table import (
     pattern_values,
     quantiles,
 )
+from tests.compilation import run_jitted
 
 
 def test_the_table_has_every_bfloat16_once():
@@ -24,12 +24,16 @@ def test_the_table_has_every_bfloat16_once():
     )
 
 
-@pytest.mark.longer
 def test_counts_are_exact_and_quantiles_are_those_of_the_weights():
-    w = jnp.arange(-8.0, 8.0)[:, None] * jnp.ones((1, 3))
-    counts = count_patterns(bfloat16_patterns(w))
-    assert counts.sum() == 48 and counts[bfloat16_patterns(w)[5, 0]] == 3
-    found = quantiles(pattern_values(), counts, jnp.array([0.01, 0.25, 0.5, 0.99]))
+    w = np.repeat(np.arange(-8, 8, dtype=np.float32)[:, None], 3, axis=1)
+
+    def run(w):
+        patterns = bfloat16_patterns(w)
+        counts = count_patterns(patterns)
+        return patterns, counts, quantiles(pattern_values(), counts, jnp.array([0.01, 0.25, 0.5, 0.99]))
+
+    patterns, counts, found = run_jitted(run, w)
+    assert counts.sum() == 48 and counts[patterns[5, 0]] == 3
     np.testing.assert_array_equal(found, np.quantile(w, [0.01, 0.25, 0.5, 0.99], method="inverted_cdf"))
 
 

@@ -12,6 +12,7 @@ from jaxstack.compress.formats.integer_grid import QatRule, Rtn
 from jaxstack.compress.formats.low_rank import LowRank
 from jaxstack.compress.matrix import MatrixLayout
 from jaxstack.compress.solvers.lsq import LsqRule
+from tests.compilation import run_jitted
 
 W = np.random.default_rng(0).normal(size=(24, 64)).astype(np.float32)
 
@@ -87,17 +88,21 @@ BOTH = [
 ]
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("rule", BOTH, ids=method_name)
 def test_a_step_computes_with_the_values_that_a_recipe_stores(rule):
     layout = MatrixLayout((2, 64, 128), stack=1, inputs=1)
-    w = jax.random.normal(jax.random.key(0), layout.shape).at[1].set(0)  # zeros, as in the rows that pad a pipeline
-    used, gradient = jax.jit(jax.value_and_grad(lambda w: jnp.sum(jnp.square(rule.use(w, layout, None)))))(w)
-    exported = jax.jit(lambda w: rule.export(w, layout))(w)
-    packed = rule.compress(layout.to_matrices(w)[0], None)
-    np.testing.assert_array_equal(exported[0].T, packed.matrix())
-    np.testing.assert_array_equal(rule.pack(layout.to_matrices(w)[0]).matrix(), packed.matrix())
-    np.testing.assert_allclose(used, jnp.sum(jnp.square(packed.matrix())), rtol=1e-5)
+    w = np.random.default_rng(0).normal(size=layout.shape).astype(np.float32)
+    w[1] = 0  # as in the rows that pad a pipeline
+
+    def run(w):
+        used = jax.value_and_grad(lambda w: jnp.sum(jnp.square(rule.use(w, layout, None))))(w)
+        matrix = layout.to_matrices(w)[0]
+        return *used, rule.export(w, layout), rule.compress(matrix, None).matrix(), rule.pack(matrix).matrix()
+
+    used, gradient, exported, compressed, packed = run_jitted(run, w)
+    np.testing.assert_array_equal(exported[0].T, compressed)
+    np.testing.assert_array_equal(packed, compressed)
+    np.testing.assert_allclose(used, np.square(compressed).sum(), rtol=1e-5)
     np.testing.assert_allclose(gradient, 2 * exported, rtol=1e-6)  # straight through the rounding
     assert not np.any(exported[1]) and 0 < np.mean(np.square(exported - w)) < 0.02
     assert rule.after_training == rule

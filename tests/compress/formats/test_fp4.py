@@ -11,6 +11,7 @@ from jaxstack.compress.formats.fp4 import NF4_VALUES, Mxfp4, Nf4, fp4_codes
 from jaxstack.models.huggingface.quantized_weights import store_mxfp4, unsupported_reason
 from pallas_kernels import PackedWeight, packed_matmul
 from pallas_kernels.weight_only.formats import FP4_VALUES
+from tests.compilation import run_jitted
 
 RANDOM = np.random.default_rng(0)
 W = (RANDOM.normal(size=(48, 128)) * np.exp(RANDOM.normal(size=(48, 1)))).astype(np.float32)
@@ -66,18 +67,22 @@ def test_the_table_of_nf4_has_quantiles_of_the_normal_distribution():
     np.testing.assert_allclose(NF4_VALUES, table / np.abs(table).max(), atol=1e-6)
 
 
-@pytest.mark.longer
 def test_nf4_takes_the_nearest_value_of_each_block():
-    packed = pack(W, Nf4(path="."))
+    x = RANDOM.normal(size=(3, 128)).astype(np.float32)
+
+    def run(w, x):
+        packed = Nf4(path=".").compress(w, None)
+        return packed, packed.matrix(), packed_matmul(x, packed), Nf4(path=".").compress(0 * w, None).matrix()
+
+    packed, matrix, product, of_zeros = run_jitted(run, W, x)
     blocks = W.reshape(48, -1, 64)
     largest = np.abs(blocks).max(-1, keepdims=True)
     distances = np.abs((blocks / largest)[..., None] - NF4_VALUES)
     expected = (NF4_VALUES[distances.argmin(-1)] * largest).reshape(W.shape)
-    np.testing.assert_array_equal(packed.matrix(), expected)
+    np.testing.assert_array_equal(matrix, expected)
     assert packed.stored_bytes == W.size // 2 + W.size // 64 * 4 + 64
-    x = RANDOM.normal(size=(3, 128)).astype(np.float32)
-    np.testing.assert_allclose(packed_matmul(jnp.asarray(x), packed), x @ expected.T, rtol=1e-4, atol=1e-4)
-    assert not np.asarray(pack(np.zeros((1, 64), np.float32), Nf4(path=".")).matrix()).any()
+    np.testing.assert_allclose(product, x @ expected.T, rtol=1e-4, atol=1e-4)
+    assert not np.any(of_zeros)
 
 
 @pytest.mark.longer

@@ -9,12 +9,19 @@ from jaxstack.compress.formats.integer_grid import IntegerGrid, QatRule, Rtn
 from jaxstack.compress.matrix import MatrixLayout, Weight
 from jaxstack.errors import ConfigError
 from pallas_kernels.weight_only.rounding_grid import Grid
+from tests.compilation import run_jitted
 
 W = 0.02 * np.random.default_rng(0).normal(size=(24, 32)).astype(np.float32)
 
 
-@pytest.mark.longer
-@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 16), (3, 8)])
+@pytest.mark.parametrize(
+    ("bits", "group"),
+    [
+        (3, 8),
+        pytest.param(4, 16, marks=pytest.mark.longer),
+        pytest.param(8, None, marks=pytest.mark.longer),
+    ],
+)
 def test_the_export_of_a_trained_weight_is_what_rtn_writes(bits: int, group: int | None):
     rule = QatRule(path=".*", bits=bits, group_size=group)
     packed = Rtn(path=".*", bits=bits, group_size=group).compress(W, None)
@@ -27,19 +34,20 @@ def test_the_export_of_a_trained_weight_is_what_rtn_writes(bits: int, group: int
     assert len(np.unique(np.round(steps))) <= 2**bits
 
 
-@pytest.mark.longer
 def test_the_gradient_is_that_of_the_rounded_weight():
     grid = Grid(3, 8)
-    x = jax.random.normal(jax.random.key(1), (5, 32))
-    y = jax.random.normal(jax.random.key(2), (5, 24))
+    random = np.random.default_rng(1)
+    x, y = (random.normal(size=(5, width)).astype(np.float32) for width in (32, 24))
 
     def loss(w):
         return jnp.sum((x @ w.T - y) ** 2)
 
-    found = jax.grad(lambda w: loss(IntegerGrid(grid).round_in_training(w)))(W)
-    rounded = grid.round(W)
-    np.testing.assert_allclose(found, 2 * (x @ rounded.T - y).T @ x, rtol=1e-4, atol=1e-4)
-    assert not np.allclose(found, jax.grad(loss)(W), rtol=1e-2)
+    def run(w):
+        return jax.grad(lambda w: loss(IntegerGrid(grid).round_in_training(w)))(w), grid.round(w), jax.grad(loss)(w)
+
+    found, rounded, plain = run_jitted(run, W)
+    np.testing.assert_allclose(found, 2 * (x @ np.asarray(rounded).T - y).T @ x, rtol=1e-4, atol=1e-4)
+    assert not np.allclose(found, plain, rtol=1e-2)
 
 
 @pytest.mark.longer

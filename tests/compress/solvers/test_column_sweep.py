@@ -14,6 +14,7 @@ from jaxstack.compress.solvers.sparsegpt import sparsegpt
 from jaxstack.compress.solvers.wanda import wanda
 from pallas_kernels import lowering_platform
 from pallas_kernels.weight_only.rounding_grid import Grid
+from tests.compilation import run_jitted
 
 PRUNING = {
     "50%": (Pattern(), {"magnitude": 0.071, "wanda": 0.017, "sparsegpt": 0.013}),
@@ -106,21 +107,23 @@ def _damped(hessian: np.ndarray) -> np.ndarray:
     return hessian + 0.01 * np.diag(hessian).mean() * np.eye(len(hessian))
 
 
-@pytest.mark.longer
-def test_gptq_equals_elimination_in_float64():
-    layer = make_layer(200, 1024)
-    grid = Grid(4, 50)
+@pytest.mark.parametrize(
+    ("inputs", "rows", "group"), [(16, 64, 8), pytest.param(200, 1024, 50, marks=pytest.mark.longer)]
+)
+def test_gptq_equals_elimination_in_float64(inputs: int, rows: int, group: int):
+    layer = make_layer(inputs, rows)
+    grid = Grid(4, group)
     order = np.argsort(-np.diag(layer.hessian))
     found = gptq(_float32(layer.w), _float32(layer.hessian), grid)
     scales = np.asarray(found.scales, np.float64)
-    spread = np.repeat(scales, 50, 1)[:, order]
+    spread = np.repeat(scales, group, 1)[:, order]
 
     def rounded(w: np.ndarray, diagonal: np.ndarray, i: int) -> np.ndarray:
         return np.clip(np.round(w[:, i] / spread[:, i]), -8, 7) * spread[:, i]
 
     expected = np.empty_like(layer.w)
     expected[:, order] = _eliminate(layer.w[:, order], _damped(layer.hessian)[np.ix_(order, order)], rounded)
-    same = np.asarray(found.q) == np.round(expected / np.repeat(scales, 50, 1))
+    same = np.asarray(found.q) == np.round(expected / np.repeat(scales, group, 1))
     assert same.mean() > 0.99
     assert layer.error(_values(grid, found)) == pytest.approx(layer.error(expected), rel=0.01)
 
@@ -161,15 +164,16 @@ def test_factor_of_the_inverse():
     np.testing.assert_allclose(upper.T @ upper @ hessian, np.eye(24), atol=2e-4)
 
 
-@pytest.mark.longer
 def test_failed_factorization_leaves_plain_rounding():
-    w = _float32(np.random.default_rng(0).normal(size=(8, 16)))
+    w = _float32(make_layer(16, 64).w)
     grid = Grid(4, 8)
-    hessian = jnp.eye(16).at[0, 1].set(5.0).at[1, 0].set(5.0)
-    found = gptq(w, hessian, grid)
+    hessian = np.eye(16)
+    hessian[[0, 1], [1, 0]] = 5
+    found = gptq(w, _float32(hessian), grid)
     assert not bool(found.valid)
-    np.testing.assert_array_equal(found.q, grid.quantize(w, found.scales.astype(jnp.float32)))
-    np.testing.assert_array_equal(found.scales, grid.scales(w).astype(jnp.bfloat16))
+    scales, q = run_jitted(lambda w: (grid.scales(w), grid.quantize(w, found.scales.astype(jnp.float32))), w)
+    np.testing.assert_array_equal(found.q, q)
+    np.testing.assert_array_equal(found.scales, scales.astype(jnp.bfloat16))
 
 
 @pytest.mark.longer
@@ -190,14 +194,15 @@ def test_no_group_of_a_pattern_is_cut_by_a_block():
     np.testing.assert_array_equal((np.asarray(found) == 0).reshape(4, -1, 6).sum(-1), 4)
 
 
-@pytest.mark.longer
 def test_n_of_m_keeps_n_in_every_group():
     random = np.random.default_rng(0)
-    scores = _float32(random.integers(0, 3, (16, 24)))  # with many equal scores
-    for kept, size in ((2, 4), (1, 3), (7, 8)):
-        zeros = np.asarray(Pattern(keep_of=(kept, size)).zeros(scores)).reshape(16, -1, size)
+    scores = random.integers(0, 3, (16, 24)).astype(np.float32)  # with many equal scores
+    shapes = ((2, 4), (1, 3), (7, 8))
+    found = run_jitted(lambda scores: [Pattern(keep_of=shape).zeros(scores) for shape in shapes], scores)
+    for (kept, size), pruned in zip(shapes, found, strict=True):
+        zeros = np.asarray(pruned).reshape(16, -1, size)
         assert (zeros.sum(-1) == size - kept).all()
-        groups = np.asarray(scores).reshape(16, -1, size)
+        groups = scores.reshape(16, -1, size)
         assert (np.where(zeros, groups, -1).max(-1) <= np.where(zeros, 9, groups).min(-1)).all()
     with pytest.raises(ValueError, match="multiple of 5 inputs; this layer has 24"):
-        Pattern(keep_of=(2, 5)).zeros(scores)
+        Pattern(keep_of=(2, 5)).zeros(jnp.asarray(scores))

@@ -9,6 +9,7 @@ import pytest
 from jaxstack.compress.formats.low_rank import split_by_svd
 from jaxstack.compress.matrix import MatrixLayout
 from jaxstack.compress.solvers.maestro import LowRankRule, leading_rank_mask, trim
+from tests.compilation import run_jitted
 
 SIZE = 6
 LAYOUT = MatrixLayout((SIZE, SIZE), stack=0, inputs=1)
@@ -86,14 +87,13 @@ def test_a_draw_truncates_one_matrix_of_a_stack():
     np.testing.assert_array_equal(masks[3:6, 1], np.ones((3, 3)))
 
 
-@pytest.mark.longer
 def test_the_group_lasso_is_that_of_the_tails_and_has_a_gradient_at_zero():
     rule = LowRankRule(path=".*", penalty=0.5)
-    stored = {"u": jnp.asarray([[3.0, 0.0], [4.0, 0.0]]), "v": jnp.asarray([[1.0, 0.0], [0.0, 2.0]])}
+    stored = {"u": np.array([[3.0, 0.0], [4.0, 0.0]], np.float32), "v": np.array([[1.0, 0.0], [0.0, 2.0]], np.float32)}
     expected = 0.5 * (5 + 0 + np.sqrt(1 + 4) + 2)
-    value, gradient = jax.value_and_grad(lambda stored: rule.loss_term(stored, LAYOUT))(stored)
+    value, gradient = run_jitted(jax.value_and_grad(lambda stored: rule.loss_term(stored, LAYOUT)), stored)
     assert float(value) == pytest.approx(expected)
-    assert all(bool(jnp.all(jnp.isfinite(g))) for g in jax.tree.leaves(gradient))
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
 
 
 def test_a_rank_that_was_dropped_stays_dropped():

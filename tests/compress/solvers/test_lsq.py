@@ -11,6 +11,7 @@ from jaxstack.compress.solvers.gptq import gptq
 from jaxstack.compress.solvers.lsq import LsqRule, round_with_scales
 from jaxstack.errors import ConfigError
 from pallas_kernels.weight_only.rounding_grid import Grid
+from tests.compilation import run_jitted
 
 W = 0.02 * np.random.default_rng(0).normal(size=(24, 32)).astype(np.float32)
 RULE = LsqRule(path=".*", bits=3, group_size=8)
@@ -32,18 +33,22 @@ def test_scales_start_on_the_grid_of_gptq_and_have_the_gradient_of_lsq():
     np.testing.assert_array_equal(halved["scale"], stored["scale"] / 2)
 
 
-@pytest.mark.longer
 def test_the_export_is_what_rtn_with_fitted_scales_writes():
     layout = MatrixLayout((32, 24), 0, 1)
-    stored = RULE.store(jnp.asarray(W.T), layout)
-    stored = {"weight": 1.1 * stored["weight"], "scale": 0.93 * stored["scale"]}
-    trained = RULE.master(stored, layout)
-    packed = Rtn(path=".*", bits=3, group_size=8, scales="fitted").compress(layout.to_matrices(trained), None)
-    np.testing.assert_array_equal(packed.matrix().T, trained)
-    np.testing.assert_array_equal(RULE.pack(stored).matrix().T, trained)
-    assert RULE.kept(stored, layout) == W.size
-    np.testing.assert_array_equal(Rtn(path=".*", bits=3, group_size=8, scales="fitted").compress(W, None).matrix(),
-                                  RULE.format.round(W))  # fmt: skip
+    rtn = Rtn(path=".*", bits=3, group_size=8, scales="fitted")
+
+    def run(w):
+        stored = RULE.store(w.T, layout)
+        stored = {"weight": 1.1 * stored["weight"], "scale": 0.93 * stored["scale"]}
+        trained = RULE.master(stored, layout)
+        exports = rtn.compress(layout.to_matrices(trained), None).matrix(), RULE.pack(stored).matrix()
+        return trained, exports, RULE.kept(stored, layout), rtn.compress(w, None).matrix(), RULE.format.round(w)
+
+    trained, exports, kept, compressed, rounded = run_jitted(run, W)
+    for export in exports:
+        np.testing.assert_array_equal(export.T, trained)
+    assert kept == W.size
+    np.testing.assert_array_equal(compressed, rounded)
 
 
 def test_integer_products_need_scales_of_the_largest_weights():

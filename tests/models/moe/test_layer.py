@@ -12,6 +12,7 @@ from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.moe.exchange import arrange, sum_rows, take_rows, take_weights
 from jaxstack.models.moe.router import route
 from jaxstack.models.moe_layer import MoE
+from tests.compilation import run_jitted
 from tests.marks import longer
 from tests.small_runs import batch_at
 
@@ -83,10 +84,9 @@ def test_output_and_gradients_are_those_of_the_loop_over_experts(name):
     assert name == "one_expert" or all(np.any(g) for g in jax.tree.leaves(gradients) if g.ndim > 1)
 
 
-@pytest.mark.longer
 def test_arrange_gives_each_assignment_a_row_of_its_group():
-    assigned = jnp.array([[2, 0], [3, 2], [0, 2], [1, 3]])  # 3 is of no group
-    rows, sizes = arrange(assigned, 3, 4)
+    assigned = np.array([[2, 0], [3, 2], [0, 2], [1, 3]], np.int32)  # 3 is of no group
+    rows, sizes = run_jitted(lambda assigned: arrange(assigned, 3, 4), assigned)
     assert sizes.tolist() == [2, 1, 3]
     assert rows.source.tolist()[:12] == [1, 4, 8, 8, 6, 8, 8, 8, 0, 3, 5, 8]
     count = rows.source.shape[0]

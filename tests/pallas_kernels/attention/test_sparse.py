@@ -101,11 +101,10 @@ def test_longformer_without_global_tokens_is_a_causal_window():
     np.testing.assert_array_equal(ours, windowed)
 
 
-@pytest.mark.longer
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["xla", "xla_dense"])
 def test_a_packed_document_is_as_if_alone(backend):
-    q = jax.random.normal(jax.random.key(0), (1, 50, 2, 8))
-    ids = jnp.asarray([[0] * 21 + [1] * 29])
+    q = np.random.default_rng(0).normal(size=(1, 50, 2, 8)).astype(np.float32)
+    ids = np.array([[0] * 21 + [1] * 29])
 
     def attend(q, ids):
         return longformer_attention(q, q, q, window=4, global_tokens=3, segment_ids=ids, implementation=backend)
@@ -173,10 +172,9 @@ def test_block_sparse_error_at_most_twice_the_plain_version(name, backend):
     check(BLOCK_SPARSE[name], backend, attention=block_sparse_attention, plainly=plain_block_sparse)
 
 
-@pytest.mark.longer
-@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("backend", ["xla", "xla_dense", "reference"])
 def test_an_empty_row_gives_zero_and_no_gradient(backend):
-    q = jax.random.normal(jax.random.key(0), (1, 48, 1, 8))
+    q = np.random.default_rng(0).normal(size=(1, 48, 1, 8)).astype(np.float32)
     layout = np.array([[1, 0, 0], [0, 0, 0], [1, 1, 1]], bool)
 
     def total(q):

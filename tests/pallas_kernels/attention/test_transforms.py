@@ -16,8 +16,8 @@ BACKENDS = ("xla_dense", "xla")
 
 
 def arrays(*leading):
-    keys = jax.random.split(jax.random.key(1), 3)
-    return [jax.random.normal(key, (*leading, 24, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=True)]
+    random = np.random.default_rng(1)
+    return [random.normal(size=(*leading, 24, heads, 8)).astype(np.float32) for heads in (4, 2, 2)]
 
 
 def loss(q, k, v, implementation, **options):
@@ -110,17 +110,24 @@ def test_temporary_memory_is_linear_in_the_length():
     assert second < 16384 * 16384
 
 
-@pytest.mark.longer
+def merged(q, k, v):
+    parts = [
+        flash_attention(q, k[:, part], v[:, part], causal=False, return_lse=True, implementation="xla_dense")
+        for part in (slice(0, 10), slice(10, 24))
+    ]
+    return merge(*parts)
+
+
 def test_merge_of_two_sets_of_keys_is_attention_over_both():
+    whole = functools.partial(flash_attention, causal=False, return_lse=True, implementation="reference")
+    found, wanted = run_jitted(lambda *x: (merged(*x), whole(*x)), *arrays(1))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), found, wanted)
+
+
+@pytest.mark.longer
+def test_gradient_of_the_merge():
     q, k, v = arrays(1)
-
-    def merged(q, k, v):
-        parts = [
-            flash_attention(q, k[:, part], v[:, part], causal=False, return_lse=True, implementation="xla_dense")
-            for part in (slice(0, 10), slice(10, 24))
-        ]
-        return (merge(*parts)[0] ** 2).sum()
-
+    found = run_jitted(jax.grad(lambda *x: (merged(*x)[0] ** 2).sum(), argnums=(0, 1, 2)), q, k, v)
     expected = run_jitted(jax.grad(lambda *x: loss(*x, "reference", causal=False), argnums=(0, 1, 2)), q, k, v)
-    for a, b in zip(run_jitted(jax.grad(merged, argnums=(0, 1, 2)), q, k, v), expected, strict=True):
+    for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)

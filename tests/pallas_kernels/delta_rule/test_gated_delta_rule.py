@@ -17,16 +17,14 @@ def arrays(length: int, channels: bool = False) -> list[jax.Array]:
 
     With `channels` each key channel has its own decay, of which one in 20 leaves nothing.
     """
-    keys = jax.random.split(jax.random.key(0), 6)
-    q, k = (jax.random.normal(key, (2, length, 2, 8)) for key in keys[:2])
-    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
-    v = jax.random.normal(keys[2], (2, length, 4, 6))
-    log_decay = -jnp.exp(jax.random.normal(keys[3], (2, length, 4)) - 2)
-    if channels:
-        drawn = jax.random.normal(keys[3], (2, length, 4, 8))
-        log_decay = jnp.where(drawn > 1.65, -1e4, -jnp.exp(drawn - 2))
-    beta = jax.nn.sigmoid(jax.random.normal(keys[4], (2, length, 4)))
-    return [q, k, v, log_decay, beta, jax.random.normal(keys[5], (2, 4, 8, 6))]
+    normal = np.random.default_rng(0).normal
+    q, k = normal(size=(2, 2, length, 2, 8))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v = normal(size=(2, length, 4, 6))
+    drawn = normal(size=(2, length, 4, 8) if channels else (2, length, 4))
+    log_decay = np.where(drawn > 1.65, -1e4, -np.exp(drawn - 2)) if channels else -np.exp(drawn - 2)
+    beta = 1 / (1 + np.exp(-normal(size=(2, length, 4))))
+    return [jnp.asarray(x, jnp.float32) for x in (q, k, v, log_decay, beta, normal(size=(2, 4, 8, 6)))]
 
 
 def outputs_and_gradients(x, ids, implementation):

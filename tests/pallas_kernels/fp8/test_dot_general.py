@@ -31,16 +31,13 @@ STEPS = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
 
 
 def operands(rows=(4, 40), inner=(144,), outputs=((3, 16), (32,)), dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 1 + 2 * len(outputs))
-    x = jax.random.normal(keys[0], (*rows, *inner), dtype)
-    weights = tuple(
-        0.02 * jax.random.normal(k, (*inner, *out), dtype) for k, out in zip(keys[1:], outputs, strict=False)
-    )
-    gradients = tuple(
-        1e-3 * jax.random.normal(k, (*rows, *out), dtype)
-        for k, out in zip(keys[1 + len(outputs) :], outputs, strict=True)
-    )
-    return x, weights, gradients
+    random = np.random.default_rng(0)
+
+    def normal(scale, *shape):
+        return jnp.asarray(scale * random.normal(size=shape), dtype)
+
+    weights = tuple(normal(0.02, *inner, *out) for out in outputs)
+    return normal(1, *rows, *inner), weights, tuple(normal(1e-3, *rows, *out) for out in outputs)
 
 
 def states(recipe, count):

@@ -22,25 +22,29 @@ def test_values_of_the_format_are_encoded_exactly(bits):
     assert decode_bipolar(encode_bipolar(far, bits), bits).tolist() == [1 - 2**bits, 2**bits - 1]
 
 
-@pytest.mark.longer
-def test_products_of_all_64_pairs_are_exact():
-    random = np.random.default_rng(0)
-    for x_bits in range(1, 9):
-        for w_bits in range(1, 9):
-            x = random.integers(0, 2**x_bits, (4, 96))
-            w = random.integers(0, 2**w_bits, (96, 5))
-            found = bipolar_matmul(jnp.asarray(x, jnp.uint8), x_bits, jnp.asarray(w, jnp.uint8), w_bits)
-            wanted = (2 * x - 2**x_bits + 1) @ (2 * w - 2**w_bits + 1)
-            np.testing.assert_array_equal(found, wanted, err_msg=f"{x_bits} by {w_bits} bits")
+@pytest.mark.parametrize("x_bits", range(8, 0, -1))
+def test_products_of_all_64_pairs_are_exact(x_bits):
+    random = np.random.default_rng(x_bits)
+    x = random.integers(0, 2**x_bits, (4, 96))
+    for w_bits in range(1, 9):
+        w = random.integers(0, 2**w_bits, (96, 5))
+        found = bipolar_matmul(jnp.asarray(x, jnp.uint8), x_bits, jnp.asarray(w, jnp.uint8), w_bits)
+        wanted = (2 * x - 2**x_bits + 1) @ (2 * w - 2**w_bits + 1)
+        np.testing.assert_array_equal(found, wanted, err_msg=f"{x_bits} by {w_bits} bits")
+
+
+LONGEST = (2**31 - 1) // 255**2
 
 
 @pytest.mark.longer
-def test_the_longest_sum_that_int32_holds_is_exact_and_a_longer_one_is_refused():
-    longest = (2**31 - 1) // 255**2
-    ones = jnp.full((1, longest), 255, jnp.uint8)
-    assert bipolar_matmul(ones, 8, ones.T, 8)[0, 0] == 255**2 * longest
-    longer = jnp.full((1, longest + 1), 255, jnp.uint8)
-    with pytest.raises(ValueError, match=f"at most {longest}"):
+def test_the_longest_sum_that_int32_holds_is_exact():
+    ones = jnp.full((1, LONGEST), 255, jnp.uint8)
+    assert bipolar_matmul(ones, 8, ones.T, 8)[0, 0] == 255**2 * LONGEST
+
+
+def test_longer_sums_and_more_bits_are_refused():
+    longer = jnp.zeros((1, LONGEST + 1), jnp.uint8)
+    with pytest.raises(ValueError, match=f"at most {LONGEST}"):
         bipolar_matmul(longer, 8, longer.T, 8)
     with pytest.raises(ValueError, match="1 to 8 bits, not 9"):
-        bipolar_matmul(ones, 9, ones.T, 1)
+        bipolar_matmul(longer, 9, longer.T, 1)

@@ -22,6 +22,7 @@ from pallas_kernels.low_bits.encoded import (
     sort_channels,
 )
 from pallas_kernels.weight_only.rounding_grid import Grid
+from tests.compilation import run_jitted
 
 
 def test_every_pair_of_4_bit_integers_survives_packing():
@@ -31,18 +32,17 @@ def test_every_pair_of_4_bit_integers_survives_packing():
     np.testing.assert_array_equal(unpack_nibbles(packed), pairs)
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("bits", [4, 8])
 def test_block_floating_point_errs_by_at_most_half_a_step(bits):
     """The step is 2^(e - bits + 2) for a largest magnitude in [2^e, 2^(e+1)); only the top half step is clipped."""
-    x = jax.random.normal(jax.random.key(0), (7, 64)) * 10.0 ** jnp.arange(-3, 4)[:, None]
+    x = (np.random.default_rng(0).normal(size=(7, 64)) * 10.0 ** np.arange(-3, 4)[:, None]).astype(np.float32)
     codec = BlockFloatCodec(bits, 32)
-    q, exponents = codec.encode(x)
-    largest = np.abs(np.asarray(x)).reshape(7, 2, 32).max(-1)
+    exponents, decoded = run_jitted(lambda x: (codec.encode(x)[1], codec.decode(codec.encode(x))), x)
+    largest = np.abs(x).reshape(7, 2, 32).max(-1)
     np.testing.assert_array_equal(exponents, np.floor(np.log2(largest)) - bits + 2)
-    error = np.abs(np.asarray(codec.decode((q, exponents)) - x)).reshape(7, 2, 32)
+    error = np.abs(decoded - x).reshape(7, 2, 32)
     assert (error <= 2.0 ** np.asarray(exponents)[..., None] * (1 + 1e-6)).all()
-    kept = np.abs(np.asarray(x)).reshape(7, 2, 32) < largest[..., None] * (1 - 2.0 ** (2 - bits))
+    kept = np.abs(x).reshape(7, 2, 32) < largest[..., None] * (1 - 2.0 ** (2 - bits))
     assert (error <= np.where(kept, 0.5, 1) * 2.0 ** np.asarray(exponents)[..., None] * (1 + 1e-6)).all()
 
 
@@ -89,32 +89,38 @@ def test_bits_of_a_value(codec, bits):
     assert sum(8 * p.size * p.dtype.itemsize for p in parts) == bits * 3 * 2 * 128
 
 
-@pytest.mark.longer
 def test_the_channel_sort_is_a_permutation_of_products():
     """Whole numbers, whose sums are exact in any order, give bit-equal scores; others the same set of products."""
     random = np.random.default_rng(0)
     order = jnp.asarray(np.stack([random.permutation(32) for _ in range(2)]), jnp.int32)
-    q, k = (jnp.asarray(random.integers(-99, 99, s), jnp.float32) for s in ((1, 5, 4, 32), (1, 7, 2, 32)))
+    q, k = (random.integers(-99, 99, s).astype(np.float32) for s in ((1, 5, 4, 32), (1, 7, 2, 32)))
     keys = Encoded((), order, Fp8Codec())
-    sorted_q = permute_query_channels(q, keys)
-    sorted_k = sort_channels(k, order)
 
     def scores(q, k):
-        return jnp.einsum("btkgh,bskh->bkgts", q.reshape(1, 5, 2, 2, 32), k)
+        return np.einsum("btkgh,bskh->bkgts", np.reshape(q, (1, 5, 2, 2, 32)), k)
 
+    sorted_q, sorted_k = run_jitted(lambda q, k: (permute_query_channels(q, keys), sort_channels(k, order)), q, k)
     np.testing.assert_array_equal(scores(sorted_q, sorted_k), scores(q, k))
-    q, k = (jax.random.normal(jax.random.key(i), (1, 5, 2, 32)) for i in range(2))
-    products = np.sort(np.asarray(sort_channels(q, order) * sort_channels(k, order)), -1)
-    np.testing.assert_array_equal(products, np.sort(np.asarray(q * k), -1))
-    np.testing.assert_array_equal(sort_channels(sort_channels(k, order), jnp.argsort(order, -1)), k)
+    q, k = random.normal(size=(2, 1, 5, 2, 32)).astype(np.float32)
+
+    def sort_both(q, k):
+        sorted_k = sort_channels(k, order)
+        return sort_channels(q, order), sorted_k, sort_channels(sorted_k, jnp.argsort(order, -1))
+
+    sorted_q, sorted_k, back = run_jitted(sort_both, q, k)
+    np.testing.assert_array_equal(np.sort(np.multiply(sorted_q, sorted_k), -1), np.sort(q * k, -1))
+    np.testing.assert_array_equal(back, k)
 
 
-@pytest.mark.longer
 def test_an_encoded_array_takes_on_new_values_in_its_order():
     order = jnp.asarray([[2, 0, 3, 1]], jnp.int32)
-    empty = Encoded(BlockFloatCodec(8, 2).encode(jnp.zeros((1, 1, 4))), order, BlockFloatCodec(8, 2))
-    x = jnp.array([[[1.0, 2.0, 3.0, 4.0]]])
-    np.testing.assert_array_equal(decode(encode_like(empty, x), jnp.float32), [[[3.0, 1.0, 4.0, 2.0]]])
+
+    def run(x):
+        empty = Encoded(BlockFloatCodec(8, 2).encode(jnp.zeros_like(x)), order, BlockFloatCodec(8, 2))
+        return decode(encode_like(empty, x), jnp.float32)
+
+    found = run_jitted(run, np.array([[[1.0, 2.0, 3.0, 4.0]]], np.float32))
+    np.testing.assert_array_equal(found, [[[3.0, 1.0, 4.0, 2.0]]])
 
 
 @pytest.mark.longer
