@@ -5,6 +5,7 @@ all-reduce.
 """
 
 import hashlib
+import itertools
 import os
 import platform
 import socket
@@ -32,6 +33,7 @@ from jaxstack.resilience.progress_file import ProgressFile
 
 SKEW_SECONDS = 2.0
 _SAME_MEMORY = 0.95
+_memory_checks = itertools.count()
 
 
 def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
@@ -67,49 +69,47 @@ def check_same_devices(timeout_seconds: float = 300) -> None:
       JaxstackError: other programs hold memory of some devices; see `check_same_memory`.
     """
     local = jax.local_devices()
-    facts: dict[str, Any] = {"host": socket.gethostname(), "devices a process": len(local)}
-    facts |= {"device kind": local[0].device_kind, "memory": device_memory(local)}
-    everyone = coordination.all_gather("devices", facts, timeout_seconds)
-    _refuse(disagreements(everyone, ignore=("host", "memory")))
-    check_same_memory({f"{number} of {one['host']}": size for one in everyone for number, size in one["memory"]})
+    facts = {"host": socket.gethostname(), "devices a process": len(local), "device kind": local[0].device_kind}
+    _refuse(disagreements(coordination.all_gather("devices", facts, timeout_seconds), ignore=("host",)))
+    check_same_memory(local, timeout_seconds)
 
 
-def device_memory(devices: Iterable[Any]) -> list[tuple[int, int]]:
-    """Return number and bytes that XLA may allocate of each device; none for devices without such a limit, as CPUs."""
-    limits = ((device.id, (device.memory_stats() or {}).get("bytes_limit")) for device in devices)
-    return [(number, int(limit)) for number, limit in limits if limit]
-
-
-def check_same_memory(memory: Mapping[str, int]) -> None:
+def check_same_memory(devices: Iterable[Any], timeout_seconds: float = 300) -> None:
     """Check that no device of a run has less memory for XLA than another one, as other programs hold some of it.
 
     XLA takes a share of each GPU's memory at its start, or less where that is not free. Where one GPU then lacks memory
-    for a step or for NCCL, the others wait in a collective that it never joins.
+    for a step or for NCCL, the others wait in a collective that it never joins. All processes call this function.
 
     Args:
-      memory: name of a device, such as `1 of node7` -> bytes that XLA may allocate there.
+      devices: those of this process that the run uses. CPUs, which have no such limit, count as equal.
+      timeout_seconds: limit on waiting for the other processes.
 
     Raises:
       JaxstackError: a device has less than 95 % of the one with the most.
     """
-    most = max(memory.values(), default=0)
-    if lacking := {name: size for name, size in memory.items() if size < _SAME_MEMORY * most}:
-        shown = ", ".join(f"device {name} has {byte_size(size)}" for name, size in lacking.items())
+    host = socket.gethostname()
+    limits = ((device, (device.memory_stats() or {}).get("bytes_limit")) for device in devices)
+    known = [(f"device {device.local_hardware_id} of {host}", limit) for device, limit in limits if limit]
+    everyone = coordination.all_gather(f"memory-{next(_memory_checks)}", known, timeout_seconds)
+    memory = [(name, limit) for one in everyone for name, limit in one]
+    most = max((limit for _, limit in memory), default=0)
+    lacking = [f"{name} has {byte_size(limit)}" for name, limit in memory if limit < _SAME_MEMORY * most]
+    if lacking:
         raise JaxstackError(
-            f"not all devices have the same memory for this run: {shown}, the others {byte_size(most)}. Other programs "
-            "hold the rest (nvidia-smi lists them), and where one device lacks memory the others would wait for it "
-            "without end. End those programs, or leave the device out with CUDA_VISIBLE_DEVICES."
+            f"not all devices have the same memory for this run: {', '.join(lacking)}, the others {byte_size(most)}. "
+            "Other programs hold the rest (nvidia-smi lists them), and where one device lacks memory the others would "
+            "wait for it without end. End those programs, or leave the device out with CUDA_VISIBLE_DEVICES."
         )
 
 
 def disagreements(facts: Sequence[Mapping[str, Any]], ignore: Sequence[str] = ()) -> list[str]:
     """Return one line for each fact (such as a version) that differs: each value, with the processes that have it."""
     lines = []
-    for name in [name for name in facts[0] if name not in ignore]:
+    for name in facts[0]:
         holders: dict[Any, list[int]] = defaultdict(list)
         for index, one in enumerate(facts):
             holders[one.get(name)].append(index)
-        if len(holders) > 1:
+        if name not in ignore and len(holders) > 1:
             rarest_last = sorted(holders.items(), key=lambda item: -len(item[1]))
             shown = (f"{value} on {_show(indices, facts)}" for value, indices in rarest_last)
             lines.append(f"{name}: {', '.join(shown)}")

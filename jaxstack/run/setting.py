@@ -21,7 +21,7 @@ from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.config import ParallelConfig
 from jaxstack.parallel.fewer_devices import describe_change, fit_fewer_devices
 from jaxstack.parallel.weight_gather import in_one_process, share_host
-from jaxstack.resilience.preflight import check_same_devices, check_same_memory, device_memory
+from jaxstack.resilience.preflight import check_same_devices, check_same_memory
 from jaxstack.run_config import RunConfig
 
 Purpose: TypeAlias = Literal["train", "evaluate", "decode"]
@@ -68,8 +68,8 @@ class Setting:
             parallel = decoding_layout(config, jax.local_device_count() if local else devices, chosen=chosen)
             config = config.model_copy(update={"parallel": parallel})
         mesh = _mesh(config.parallel, local=local)
-        if purpose != "train":
-            check_same_memory({str(number): size for number, size in device_memory(mesh.local_devices)})
+        if purpose != "train" and not local:
+            check_same_memory(mesh.local_devices, config.resilience.connect_seconds)
         return cls(config, mesh, change)
 
     @property

@@ -4,14 +4,16 @@ import math
 import socket
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from jaxstack.distributed import coordination
 from jaxstack.errors import JaxstackError
 from jaxstack.resilience.config import advise_interval, young_daly_seconds
-from jaxstack.resilience.preflight import check_same_devices, check_same_memory, device_memory, disagreements
+from jaxstack.resilience.preflight import check_same_devices, check_same_memory, disagreements
 from jaxstack.resilience.progress_file import PROGRESS, ProgressFile, Record, read_record
 
 
@@ -133,20 +135,34 @@ def test_what_differs_is_told_with_its_processes():
     assert disagreements(facts, ignore=("host",)) == ["jax: 0.11.2 on 5 processes, 0.10.2 on process 4 (h4)"]
 
 
-def test_a_device_whose_memory_others_hold_is_named_before_the_run_waits_for_it(monkeypatch):
-    limits = (int(128.6 * 2**30), int(21.5 * 2**30), int(127 * 2**30))
-    gpus = [
-        SimpleNamespace(id=i, memory_stats=lambda size=size: {"bytes_limit": size}) for i, size in enumerate(limits)
-    ]
-    cpu = SimpleNamespace(id=0, memory_stats=lambda: None)
-    check_same_memory({str(number): size for number, size in device_memory([cpu, gpus[0], gpus[2]])})
-    monkeypatch.setattr(
-        jax, "local_devices", lambda: [SimpleNamespace(**vars(gpu), device_kind="H200") for gpu in gpus]
+def gpu(number: int, gigabytes: float) -> Any:
+    return SimpleNamespace(
+        local_hardware_id=number, device_kind="H200", memory_stats=lambda: {"bytes_limit": int(gigabytes * 2**30)}
     )
+
+
+def test_a_device_whose_memory_others_hold_is_named_before_the_run_waits_for_it(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    gpus = [gpu(0, 128.6), gpu(1, 21.5), gpu(2, 127)]
+    check_same_memory([gpus[0], gpus[2], *jax.devices("cpu")])
+    monkeypatch.setattr(jax, "local_devices", lambda: gpus)
     with pytest.raises(JaxstackError, match="device 1 of node7 has 21.5 GiB, the others 128.6 GiB") as error:
         check_same_devices()
     assert error.value.exit_code == 1, "the launcher tries again, as the memory may belong to a process that is ending"
+
+
+def test_the_devices_of_all_processes_are_compared(monkeypatch):
+    asked = []
+
+    def all_gather(name, known, seconds):
+        asked.append(name)
+        return [known, [["device 1 of node8", 2**30]]]
+
+    monkeypatch.setattr(coordination, "all_gather", all_gather)
+    for _ in range(2):
+        with pytest.raises(JaxstackError, match="device 1 of node8 has 1.0 GiB, the others 128.6 GiB"):
+            check_same_memory([gpu(0, 128.6)])
+    assert len(set(asked)) == 2, "the name of an exchange is used once"
 
 
 @pytest.mark.parametrize("seconds", [0.0, 2.5])
