@@ -193,7 +193,9 @@ class MemoryCheckpoints:
 
     def leave_devices(self) -> None:
         """Wait until no copy is on the devices, before a program that may need more of their memory than the steps."""
+        began = time.monotonic()
         self._off_devices.wait()
+        self.blocked_seconds += time.monotonic() - began
 
     def latest_step(self, at_least: int) -> int | None:
         """Return the newest step, `at_least` or later, of which all processes have found their shards in intact copies.

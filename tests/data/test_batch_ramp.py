@@ -1,11 +1,15 @@
 """Growth of the batch: its sizes, the rows that they use, the learning rate, and an exact resume."""
 
+import dataclasses
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jaxstack.checkpoint import memory_folder, shard_files
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.config.sections import BatchRamp, TrainConfig
 from jaxstack.data.batch_ramp import BatchSizes, Phase
@@ -164,6 +168,36 @@ def test_a_resumed_ramp_is_bit_equal(tmp_path, stop):
     np.testing.assert_array_equal(parts["w"], whole["w"])
     lines = (tmp_path / "parts" / "metrics.jsonl").read_text()
     assert '"step": 12' in lines and '"tokens": 56' in lines  # without sequences, items are rows
+
+
+@pytest.mark.longer
+def test_copies_in_memory_leave_the_devices_to_larger_batches_and_evaluations(tmp_path, monkeypatch):
+    """Copies are made on the devices from the first full batch on, and none is there when an evaluation begins."""
+    events: list[str] = []
+    start, write = shard_files.start_copy, shard_files.write
+
+    def start_copy(arrays, *, on_device: bool = False):
+        events.append("device" if on_device else "host")
+        return start(arrays, on_device=on_device)
+
+    def slow_write(*arguments):
+        time.sleep(0.05)
+        events.append("written")
+        return write(*arguments)
+
+    folder = memory_folder.make_folder(tmp_path)
+    monkeypatch.setenv(memory_folder.VARIABLE, str(folder))
+    monkeypatch.setattr(shard_files, "has_room", lambda arrays: True)
+    monkeypatch.setattr(shard_files, "start_copy", start_copy)
+    monkeypatch.setattr(shard_files, "write", slow_write)
+    trainer = make_trainer(eval_every_steps=10)
+    monkeypatch.setattr(trainer, "evaluate", lambda *_: events.append("evaluate"))
+    checkpoint = CheckpointConfig(every_steps=100, memory_every_steps=1)
+    trainer.fit(tmp_path / "run", dataclasses.replace(QUIET, checkpoint=checkpoint))
+    copies = [event for event in events if event in ("device", "host")]
+    assert copies == ["host"] * 8 + ["device"] * 3
+    first = events.index("evaluate")
+    assert events[:first].count("written") == 10 and events[first - 2 : first] == ["device", "written"]
 
 
 def test_devices_share_the_batches_of_every_size():
