@@ -104,5 +104,6 @@ def test_mistakes_are_one_message_with_exit_code_2(source, compressed, tmp_path,
     assert not new.exists()
     named = source.with_name(f"{source.name}-int8")
     named.mkdir()
+    (named / "notes").write_text("of somebody\n")
     assert command.main(["--run", str(source), "--recipe", "int8"]) == 2
     assert f"{named}" in capsys.readouterr().err
