@@ -63,8 +63,8 @@ def start_copy(arrays: Mapping[str, jax.Array | np.ndarray], *, on_device: bool 
 
     Args:
       arrays: name -> array.
-      on_device: copy within the devices' memory, for which a step waits a few milliseconds; `write` then reads the
-        copies. Otherwise they are copied to host memory now, and the next step waits for the whole transfer.
+      on_device: copy within the devices' memory, and let `write` read these copies. Otherwise they are copied to host
+        memory now, and the next step waits for the whole transfer.
     """
     found: Shards = {name: {} for name in arrays}
     for name, array in arrays.items():
