@@ -23,7 +23,8 @@ from typing import Any, TypeGuard, TypeVar
 from jaxstack.errors import ConfigError
 from jaxstack.files import sync_directory, write_file, write_json
 
-T = TypeVar("T")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 MANIFEST = "SHA256SUMS"
 INDEX = "checkpoint.json"
@@ -68,19 +69,19 @@ def hash_files(root: Path, names: Iterable[str], sync: bool = False) -> dict[str
                 os.fsync(file.fileno())
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    return in_threads(digest, names)
+    names = list(names)
+    return dict(zip(names, in_threads(digest, names), strict=True))
 
 
-def in_threads(function: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """Return name -> result of a function that spends its time in calls which other threads may run beside.
+def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Call a function for each item in up to eight threads, and return the results in the order of the items.
 
     Raises:
-      Exception: of the first name for which the function raises one; the calls that have begun end before.
+      Exception: that of the first item for which the function raises one, after the calls that have begun have ended.
     """
-    names = list(names)
     pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
     try:
-        return dict(zip(names, pool.map(function, names), strict=True))
+        return list(pool.map(function, items))
     finally:
         pool.shutdown(cancel_futures=True)
 

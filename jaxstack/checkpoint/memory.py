@@ -89,7 +89,8 @@ class MemoryCheckpoints:
         self._answers = itertools.count()
         self._thread: threading.Thread | None = None
         self._on_devices: bool | None = None
-        """Whether copies are made on the devices first; None: not known yet."""
+        """True if the devices' memory has room for a copy of the state, which is then made there first; None before the
+        first copy."""
         self._off_devices = threading.Event()
         """Set unless a copy may be on the devices."""
         self._off_devices.set()

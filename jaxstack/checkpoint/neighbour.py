@@ -24,6 +24,7 @@ import socketserver
 import ssl
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -346,8 +347,8 @@ class CopyClient:
         """
         names = [name for name in manifest.list_files(root) if name not in (manifest.INDEX, manifest.MANIFEST)]
         self._send_files(part, root, step, [manifest.INDEX])
-        parts = {str(first): names[first::_CONNECTIONS] for first in range(min(_CONNECTIONS, len(names)))}
-        manifest.in_threads(lambda first: self._send_files(part, root, step, parts[first]), parts)
+        shares = [names[first::_CONNECTIONS] for first in range(min(_CONNECTIONS, len(names)))]
+        manifest.in_threads(partial(self._send_files, part, root, step), shares)
         self._send_files(part, root, step, [manifest.MANIFEST])
 
     def _send_files(self, part: Part, root: Path, step: int, names: Iterable[str]) -> None:

@@ -110,7 +110,7 @@ def _clone(shards: _Placed) -> _Placed:
 
 @jax.jit
 def _clone_on_one(shards: _Placed) -> _Placed:
-    # A program copies as fast as the memory; steps after device_put to the same H200 took 3.8 s longer for 11 GiB.
+    # By a program, as device_put to an array's own device need not copy within its memory.
     return jax.tree.map(jnp.copy, shards)
 
 
@@ -145,12 +145,12 @@ def write(root: Path, shards: Shards, index: dict[str, Any], files: Mapping[str,
         return _write_pieces(root / described[name]["file"], shards.pop(name).values())
 
     written = manifest.in_threads(write_array, described)
-    digests = {described[name]["file"]: digest for name, (digest, _) in written.items()}
+    digests = {entry["file"]: digest for entry, (digest, _) in zip(described.values(), written, strict=True)}
     for name, content in files.items():
         write_file(root / name, content, durable=False)
     digests |= manifest.hash_files(root, files)
     manifest.write_manifest(root, digests, {**index, SHARDS: described})
-    return sum(size for _, size in written.values())
+    return sum(size for _, size in written)
 
 
 def _write_pieces(path: Path, pieces: Iterable[Any]) -> tuple[str, int]:

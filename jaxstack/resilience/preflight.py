@@ -33,6 +33,7 @@ from jaxstack.resilience.progress_file import ProgressFile
 
 SKEW_SECONDS = 2.0
 _SAME_MEMORY = 0.95
+"""Least memory of a device as a share of the largest one's. Where XLA finds too little it takes at most 90 %."""
 _memory_checks = itertools.count()
 
 
