@@ -7,7 +7,6 @@ and its batch was put on the device while an earlier step ran.
 import collections
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -48,7 +47,6 @@ _LONG_RUN_SECONDS = 3600
 """Length of a run from which on advice on the interval between saves is worth a line."""
 _FIRST_STEPS = 5
 """Number of steps after which a run is known to work."""
-_agreements = itertools.count()
 _AGREE_SECONDS = 3600
 """Time limit of an agreement of the processes; the launcher ends those that wait for a stuck one earlier."""
 _IN_FLIGHT = 2
@@ -367,7 +365,7 @@ class Loop:
         if not self._reads_own_metrics:
             return
         own = [self.skipped, self.excess, self.skips.unjoined]
-        told = all_gather(f"skipped-{next(_agreements)}", own, _AGREE_SECONDS)
+        told = all_gather("skipped", own, _AGREE_SECONDS)
         self.skipped = max(skipped for skipped, *_ in told)
         self.skips.join(steps for *_, steps in told)
         if found := [excess for _, excess, _ in told if excess is not None]:

@@ -121,17 +121,16 @@ def compare(ours: Sequence[float], theirs: Sequence[float]) -> Row:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
-    """Yield the rows of each model and format: the export read back, then all of vLLM's."""
+    """Yield the rows of each family: of each format the export read back, then those of vLLM."""
     import jax
 
     from jaxstack.run.convert import export_checkpoint
     from jaxstack.run.load import load
 
-    expected: dict[Path, tuple[Row, list[float]]] = {}
-    ids: list[int] = []
     for name in args.models:
         run = train(folder / "runs", name, args.steps)
         ids = load(run, report=lambda line: None).tokenizer.encode_documents([TEXT])[0].tolist()[: args.tokens]
+        expected: dict[Path, tuple[Row, list[float]]] = {}
         for form in args.formats:
             model = compressed(run, form)
             export = folder / "exports" / f"{name}-{form}"
@@ -142,14 +141,13 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
             common = {"work": f"export of {name}", "variant": form, "device": jax.devices()[0].device_kind}
             expected[export] = common, ours
             yield {**common, "implementation": "jaxstack", **compare(ours, log_probabilities(export, ids))}
-    if args.vllm is None:
-        return
-    for found, (common, ours) in zip(
-        vllm_scores(args.vllm, ids, list(expected), args.timeout), expected.values(), strict=True
-    ):
-        theirs = found.get("log_probabilities")
-        values = {"failed": found["failed"]} if theirs is None else compare(ours, theirs)
-        yield {**common, "implementation": f"vllm {found['vllm']}".strip(), **values}
+        if args.vllm is None:
+            continue
+        scores = vllm_scores(args.vllm, ids, list(expected), args.timeout)
+        for found, (common, ours) in zip(scores, expected.values(), strict=True):
+            theirs = found.get("log_probabilities")
+            values = {"failed": found["failed"]} if theirs is None else compare(ours, theirs)
+            yield {**common, "implementation": f"vllm {found['vllm']}".strip(), **values}
 
 
 def main() -> None:
@@ -160,7 +158,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS, help="formats (all)")
     parser.add_argument("--steps", type=positive(int), default=100, help="of training (100)")
     parser.add_argument("--tokens", type=positive(int), default=64, help="of the text that is scored, at most (64)")
-    parser.add_argument("--timeout", type=positive(float), default=400, help="seconds of vLLM for all models (400)")
+    parser.add_argument("--timeout", type=positive(float), default=400, help="seconds of vLLM for a family (400)")
     parser.add_argument("--tiny", action="store_true", help="few steps; rows go to tiny/")
     args = parser.parse_args()
     script = SCRATCH + SCRIPT if args.tiny else SCRIPT

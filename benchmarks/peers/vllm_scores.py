@@ -2,7 +2,8 @@
 
     python benchmarks/peers/vllm_scores.py TEXT FOLDER...
 
-TEXT is a JSON file with the ids of the text. It runs in an environment with vLLM, of which it imports nothing else of
+TEXT is a JSON file with the ids of the text. The checkpoints are of one family: vLLM makes the groups of a mixture's
+experts only in the first engine of a process. It runs in an environment with vLLM, of which it imports nothing else of
 jaxstack, and prints a JSON object for each checkpoint: its folder, and either the log-probability of each token but the
 first, given those before it, or why vLLM failed. Weights are used without CUDA graphs, FlashInfer and DeepGEMM.
 """
@@ -36,6 +37,9 @@ def main() -> None:
         HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_HOST_IP="127.0.0.1",
         VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_USE_DEEP_GEMM="0", GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo",
     )  # fmt: skip
+    # jax-triton, where it is imported, sets this to the empty string, with which Triton cannot compile for PyTorch.
+    if not os.environ.get("TRITON_CACHE_DIR"):
+        os.environ.pop("TRITON_CACHE_DIR", None)
     import torch
     import vllm
 

@@ -86,7 +86,6 @@ class MemoryCheckpoints:
         self._folder = _launcher_folder()
         self._part = Part(self._rank, self._count)
         self._own = memory_folder.own_copies(self._folder, self._part)
-        self._answers = itertools.count()
         self._thread: threading.Thread | None = None
         self._on_devices: bool | None = None
         """True if the devices' memory has room for a copy of the state, which is then made there first; None before the
@@ -209,8 +208,7 @@ class MemoryCheckpoints:
         notes: dict[str, None] = {}
         lacking: list[str] = []
         for step, count in known:
-            name = f"{self._name}-{next(self._answers)}"
-            found = coordination.all_gather(name, [*self._find_intact(step, count)], self._timeout_seconds)
+            found = coordination.all_gather("memory-found", [*self._find_intact(step, count)], self._timeout_seconds)
             answers = [_Found(*answer) for answer in found]
             new = dict.fromkeys(note for answer in answers for note in answer.notes)
             for note in new:
@@ -292,7 +290,7 @@ class MemoryCheckpoints:
             address=self._server.address if self._server is not None else (),
             token=self._server.token if self._server is not None else "",
         )
-        members = [Member(**told) for told in coordination.all_gather(self._name, dataclasses.asdict(own))]
+        members = [Member(**told) for told in coordination.all_gather("memory-members", dataclasses.asdict(own))]
         check_room(members)
         return members
 

@@ -1,5 +1,6 @@
 """Connects the processes of a run, and exchanges small values between them without using devices."""
 
+import collections
 import inspect
 import io
 import itertools
@@ -170,11 +171,20 @@ def wait_for_value(key: str, timeout_seconds: float) -> Json:
         raise TimeoutError(str(error).splitlines()[0]) from None
 
 
+_exchanges: collections.Counter[str] = collections.Counter()
+
+
+def _name_of_exchange(name: str) -> str:
+    """Return a name that was not used before, so that no process reads a value of an earlier exchange."""
+    _exchanges[name] += 1
+    return f"{name}-{_exchanges[name]}"
+
+
 def all_gather(name: str, value: Json, timeout_seconds: float = 300) -> list[Json]:
     """Gather a JSON value from every process, without using devices; return them in the order of the processes.
 
     Args:
-      name: name of this exchange, which all processes pass; it must not be used a second time.
+      name: name of this exchange. All processes must make the same sequence of exchanges of a name.
       value: this process's value.
       timeout_seconds: time limit for all values to arrive.
 
@@ -184,6 +194,7 @@ def all_gather(name: str, value: Json, timeout_seconds: float = 300) -> list[Jso
     index, count = process_position()
     if count == 1:
         return [value]
+    name = _name_of_exchange(name)
     publish(f"{name}/{index}", value)
     deadline = time.monotonic() + timeout_seconds
     values = [_wait_for_process(other, name, deadline, timeout_seconds) for other in range(count)]
@@ -210,6 +221,7 @@ def all_gather_arrays(
     index, count = process_position()
     if count == 1:
         return [dict(arrays)]
+    name = _name_of_exchange(name)
     content = io.BytesIO()
     np.savez_compressed(content, allow_pickle=False, **dict(arrays))
     client = _client()

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import jax
 
 from jaxstack.distributed import coordination
 from jaxstack.files import write_file
+from jaxstack.observe.nvml import NoNvmlError, Nvml
 
 FILE = "energy.json"
 INTERVAL_SECONDS = 5.0
@@ -34,10 +34,6 @@ class EnergyCounters(Protocol):
         ...
 
 
-class NoCountersError(Exception):
-    """Raised when the energy of the devices cannot be measured; the message gives the reason."""
-
-
 class NvmlCounters:
     """Energy counters of NVIDIA GPUs since Volta, read from NVML.
 
@@ -45,50 +41,20 @@ class NvmlCounters:
       devices: GPUs of this process.
 
     Raises:
-      NoCountersError: the package nvidia-ml-py or the driver's library is missing, or a GPU has no counter.
+      NoNvmlError: NVML cannot be asked about the devices, or a GPU has no counter.
     """
 
     def __init__(self, devices: Sequence[Any]):
-        if any(device.platform not in ("gpu", "cuda") for device in devices):
-            raise NoCountersError(f"NVML measures NVIDIA GPUs, and the devices are {devices[0].platform}")
+        self._nvml = Nvml(devices)
         try:
-            import pynvml  # pyright: ignore[reportMissingImports] - part of jaxstack[cuda]
-        except ImportError:
-            raise NoCountersError("the package nvidia-ml-py is not installed: pip install 'jaxstack[cuda]'") from None
-        self._nvml = pynvml
-        try:
-            pynvml.nvmlInit()
-            self._handles = [self._find(name) for name in nvml_names([_local_number(device) for device in devices])]
             self.read()
-        except pynvml.NVMLError as error:
-            raise NoCountersError(f"NVML: {error}") from None
+        except self._nvml.library.NVMLError as error:
+            raise NoNvmlError(f"NVML: {error}") from None
 
     def read(self) -> list[float]:
         """Return the joules of each GPU since the driver was loaded."""
-        return [self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3 for handle in self._handles]
-
-    def _find(self, name: int | str) -> Any:
-        if isinstance(name, int):
-            return self._nvml.nvmlDeviceGetHandleByIndex(name)
-        return self._nvml.nvmlDeviceGetHandleByUUID(name)
-
-
-def _local_number(device: Any) -> int:
-    number = device.local_hardware_id
-    return device.id if number is None else int(number)
-
-
-def nvml_names(numbers: Sequence[int], visible: str | None = None) -> list[int | str]:
-    """Return NVML's names (indices or UUIDs) of this process's GPUs `numbers`, following CUDA_VISIBLE_DEVICES.
-
-    Args:
-      numbers: the process's own numbers, which count visible GPUs.
-      visible: the variable CUDA_VISIBLE_DEVICES; default: that of this process.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible is None else visible
-    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
-    names = [entries[number] if number < len(entries) else str(number) for number in numbers]
-    return [int(name) if name.isdigit() else name for name in names]
+        read = self._nvml.library.nvmlDeviceGetTotalEnergyConsumption
+        return [read(handle) / 1e3 for handle in self._nvml.handles]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +274,7 @@ def start_energy_meter(run_dir: Path | None, prices: EnergyPrices, say: Callable
     gpus = _count_gpus(devices)
     try:
         counters = NvmlCounters(devices)
-    except NoCountersError as error:
+    except NoNvmlError as error:
         say(f"note: energy is not measured: {error}")
         counters = None
     return EnergyMeter(run_dir, gpus, counters, prices, all_gpus=_count_gpus(jax.devices()))

@@ -136,7 +136,6 @@ class Rollouts:
         self._process = jax.process_index()
         self._processes = jax.process_count()
         """Each process answers its share of the prompts, and then has the answers of all."""
-        self._exchanges = 0
         self.current: Rollout | None = None
         """The rollout of the newest batch."""
 
@@ -380,8 +379,7 @@ class Rollouts:
 
     def _exchange(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
         """Return the arrays of all processes. All call it in the same order."""
-        self._exchanges += 1
-        return all_gather_arrays(f"answers-{self._exchanges}", arrays)
+        return all_gather_arrays("answers", arrays)
 
     def _answer(
         self,

@@ -5,7 +5,6 @@ all-reduce.
 """
 
 import hashlib
-import itertools
 import os
 import platform
 import socket
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,13 @@ from jaxstack.distributed.cluster import find_place
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.observe.environment import PACKAGES, git_commit
 from jaxstack.observe.number_format import byte_size
+from jaxstack.observe.nvml import free_bytes
 from jaxstack.resilience.exit_on_signal import ExitOnSignal
 from jaxstack.resilience.progress_file import ProgressFile
 
 SKEW_SECONDS = 2.0
 _SAME_MEMORY = 0.95
-"""Least memory of a device as a share of the largest one's. Where XLA finds too little it takes at most 90 %."""
-_memory_checks = itertools.count()
+"""Least memory of a device as a share of what XLA takes. Where that is not free, XLA takes at most 90 % of it."""
 
 
 def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
@@ -75,32 +74,51 @@ def check_same_devices(timeout_seconds: float = 300) -> None:
     check_same_memory(local, timeout_seconds)
 
 
-def check_same_memory(devices: Iterable[Any], timeout_seconds: float = 300) -> None:
+def check_same_memory(devices: Sequence[Any], timeout_seconds: float = 300) -> None:
     """Check that no device of a run has less memory for XLA than another one, as other programs hold some of it.
 
-    XLA takes a share of each GPU's memory at its start, or less where that is not free. Where one GPU then lacks memory
-    for a step or for NCCL, the others wait in a collective that it never joins. All processes call this function.
+    XLA takes a share of each GPU's memory at its first use, or less where that is not free. Where one GPU then lacks
+    memory for a step or for NCCL, the others wait in a collective that it never joins. All processes must call this.
 
     Args:
-      devices: those of this process that the run uses. CPUs, which have no such limit, count as equal.
+      devices: those of this process that the run uses. CPUs, and GPUs whose free memory NVML does not tell, count as
+        equal.
       timeout_seconds: limit on waiting for the other processes.
 
     Raises:
-      JaxstackError: a device has less than 95 % of the one with the most.
+      JaxstackError: a device has less than 95 % of what XLA takes of each, or of what the one with the most has.
     """
     host = socket.gethostname()
-    limits = ((device, (device.memory_stats() or {}).get("bytes_limit")) for device in devices)
-    known = [(f"device {device.local_hardware_id} of {host}", limit) for device, limit in limits if limit]
-    everyone = coordination.all_gather(f"memory-{next(_memory_checks)}", known, timeout_seconds)
-    memory = [(name, limit) for one in everyone for name, limit in one]
-    most = max((limit for _, limit in memory), default=0)
-    lacking = [f"{name} has {byte_size(limit)}" for name, limit in memory if limit < _SAME_MEMORY * most]
+    known = [
+        (f"device {device.local_hardware_id} of {host}", *memory)
+        for device, memory in zip(devices, map(_available_and_limit, devices, free_bytes(devices)), strict=True)
+        if memory is not None
+    ]
+    everyone = coordination.all_gather("device-memory", known, timeout_seconds)
+    memory = [(name, available, limit) for one in everyone for name, available, limit in one]
+    most = max((available for _, available, _ in memory), default=0)
+    lacking = [
+        f"{name} has {byte_size(available)} of the {byte_size(wanted)} that XLA takes"
+        for name, available, limit in memory
+        if available < _SAME_MEMORY * (wanted := min(limit, most))
+    ]
     if lacking:
         raise JaxstackError(
-            f"not all devices have the same memory for this run: {', '.join(lacking)}, the others {byte_size(most)}. "
-            "Other programs hold the rest (nvidia-smi lists them), and where one device lacks memory the others would "
-            "wait for it without end. End those programs, or leave the device out with CUDA_VISIBLE_DEVICES."
+            f"not all devices have the same memory for this run: {', '.join(lacking)}. Other programs hold the rest "
+            "(nvidia-smi lists them), and where one device lacks memory the others would wait for it without end. End "
+            "those programs, or leave the device out with CUDA_VISIBLE_DEVICES."
         )
+
+
+def _available_and_limit(device: Any, free: int | None) -> tuple[int, int] | None:
+    """Return the bytes of a device that this process holds or can get, and those that XLA takes; None: not known.
+
+    XLA's own limit does not tell what other programs hold: it is the same before and after XLA found too little.
+    """
+    stats = device.memory_stats() or {}
+    if free is None or "bytes_limit" not in stats:
+        return None
+    return free + stats.get("pool_bytes", stats.get("bytes_in_use", 0)), stats["bytes_limit"]
 
 
 def disagreements(facts: Sequence[Mapping[str, Any]], ignore: Sequence[str] = ()) -> list[str]:

@@ -14,13 +14,12 @@ from jaxstack.observe.energy import (
     FILE,
     EnergyMeter,
     EnergyPrices,
-    NoCountersError,
     NvmlCounters,
     Usage,
-    nvml_names,
     read_usage,
     start_energy_meter,
 )
+from jaxstack.observe.nvml import NoNvmlError, nvml_names
 from jaxstack.observe.progress import progress_fields
 from jaxstack.observe.run_log import RunLog
 from jaxstack.observe.throughput import Meter
@@ -198,7 +197,7 @@ def test_visible_devices_are_named_as_nvml_names_them():
 
 
 def test_no_counters_on_a_cpu_is_said_once(tmp_path):
-    with pytest.raises(NoCountersError, match="the devices are cpu"):
+    with pytest.raises(NoNvmlError, match="the devices are cpu"):
         NvmlCounters(jax.local_devices())
     said = []
     meter = start_energy_meter(tmp_path, EnergyPrices(), said.append)

@@ -15,5 +15,9 @@ connect(place, connect_seconds=int(sys.argv[1]))
 mesh = jax.make_mesh((place.count,), ("d",))
 ones = jax.jit(lambda: jax.numpy.ones(place.count), out_shardings=jax.NamedSharding(mesh, jax.P("d")))()
 total = jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))(ones)
-print("together", int(total), all_gather("index", place.index), listening(), flush=True)
+told = all_gather("index", place.index)
+assert all_gather("index", [-place.index]) == [[-other] for other in told], (
+    "a name can be used again, for another value"
+)
+print("together", int(total), told, listening(), flush=True)
 sys.stdin.read()

@@ -12,6 +12,7 @@ import pytest
 
 from jaxstack.distributed import coordination
 from jaxstack.errors import JaxstackError
+from jaxstack.resilience import preflight
 from jaxstack.resilience.config import advise_interval, young_daly_seconds
 from jaxstack.resilience.preflight import check_same_devices, check_same_memory, disagreements
 from jaxstack.resilience.progress_file import PROGRESS, ProgressFile, Record, read_record
@@ -135,34 +136,48 @@ def test_what_differs_is_told_with_its_processes():
     assert disagreements(facts, ignore=("host",)) == ["jax: 0.11.2 on 5 processes, 0.10.2 on process 4 (h4)"]
 
 
-def gpu(number: int, gigabytes: float) -> Any:
-    return SimpleNamespace(
-        local_hardware_id=number, device_kind="H200", memory_stats=lambda: {"bytes_limit": int(gigabytes * 2**30)}
+def gpu(number: int, own_gigabytes: float = 0.0) -> Any:
+    """Return an H200 of which XLA takes 128.6 GiB at its first use, and of which this process holds some."""
+    stats = {"bytes_limit": int(128.6 * 2**30), "pool_bytes": int(own_gigabytes * 2**30)}
+    return SimpleNamespace(local_hardware_id=number, device_kind="H200", platform="gpu", memory_stats=lambda: stats)
+
+
+def hold(monkeypatch, free_gigabytes: dict[int, float]) -> None:
+    """Let NVML tell how much of each GPU is free."""
+    known = {number: int(free * 2**30) for number, free in free_gigabytes.items()}
+    monkeypatch.setattr(
+        preflight, "free_bytes", lambda devices: [known.get(getattr(d, "local_hardware_id", None)) for d in devices]
     )
 
 
 def test_a_device_whose_memory_others_hold_is_named_before_the_run_waits_for_it(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
-    gpus = [gpu(0, 128.6), gpu(1, 21.5), gpu(2, 127)]
+    hold(monkeypatch, {0: 139.1, 1: 21.5, 2: 125})
+    gpus = [gpu(0), gpu(1), gpu(2)]
     check_same_memory([gpus[0], gpus[2], *jax.devices("cpu")])
     monkeypatch.setattr(jax, "local_devices", lambda: gpus)
-    with pytest.raises(JaxstackError, match="device 1 of node7 has 21.5 GiB, the others 128.6 GiB") as error:
+    with pytest.raises(JaxstackError, match="device 1 of node7 has 21.5 GiB of the 128.6 GiB that XLA takes") as error:
         check_same_devices()
     assert error.value.exit_code == 1, "the launcher tries again, as the memory may belong to a process that is ending"
 
 
+def test_memory_that_this_process_has_taken_is_not_that_of_other_programs(monkeypatch):
+    hold(monkeypatch, {0: 10, 1: 139.1})
+    check_same_memory([gpu(0, own_gigabytes=128.6), gpu(1)])
+
+
+def test_devices_of_which_all_have_as_little_are_equal(monkeypatch):
+    """XLA itself says then that memory is lacking, on all of them."""
+    hold(monkeypatch, {0: 30, 1: 31})
+    check_same_memory([gpu(0), gpu(1)])
+
+
 def test_the_devices_of_all_processes_are_compared(monkeypatch):
-    asked = []
-
-    def all_gather(name, known, seconds):
-        asked.append(name)
-        return [known, [["device 1 of node8", 2**30]]]
-
-    monkeypatch.setattr(coordination, "all_gather", all_gather)
-    for _ in range(2):
-        with pytest.raises(JaxstackError, match="device 1 of node8 has 1.0 GiB, the others 128.6 GiB"):
-            check_same_memory([gpu(0, 128.6)])
-    assert len(set(asked)) == 2, "the name of an exchange is used once"
+    others = [["device 1 of node8", 2**30, 2**37]]
+    monkeypatch.setattr(coordination, "all_gather", lambda name, known, seconds: [known, others])
+    hold(monkeypatch, {0: 139.1})
+    with pytest.raises(JaxstackError, match="device 1 of node8 has 1.0 GiB of the 128.0 GiB that XLA takes"):
+        check_same_memory([gpu(0)])
 
 
 @pytest.mark.parametrize("seconds", [0.0, 2.5])
