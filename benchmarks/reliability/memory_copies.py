@@ -7,7 +7,9 @@
 A run under the launcher, with `checkpoint.memory_every_steps` of `--interval` and of 0, by turns. The first copy and
 the step after it are not counted: it compiles, and touches host memory that later ones use again. `step_seconds` is the
 mean over all other steps with the time that copies hold up between them, `waited_seconds` that time of all, and `cost`
-the mean with copies relative to the mean without, of the same turn. `copies` are those that became complete meanwhile.
+the mean with copies relative to the mean without, of the same turn. `copies` are those that became complete meanwhile,
+`copies_seen` the step of each, and the first step after which it was complete; `slow_steps` those that took over 1.1
+times the median, and their seconds.
 Each process has one device; the data is random. Rows are appended to benchmarks/results/memory_copies.jsonl. Further
 arguments are the run's.
 """
@@ -22,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.launched import run_steps
 from benchmarks.rows import append_rows, print_table, require_commit
 
+SLOW = 1.1
+"""Steps are listed as slow from this multiple of the median on."""
 COLUMNS = ("work", "processes", "interval", "copies", "step_seconds", "slowest_step_seconds", "copy_gib", "cost")
 
 
@@ -37,10 +41,17 @@ def train(args: argparse.Namespace, folder: Path, interval: int) -> dict:
     # Times of steps leave out how long a copy holds up the loop, such as until the copy before is complete.
     waited = lines[-1].get("memory_copy_seconds", 0.0) - lines[0].get("memory_copy_seconds", 0.0)
     row["step_seconds"] += waited / row["steps"]
+    slow = [
+        [line["step"], round(line["step_time_seconds"], 3)]
+        for line in lines
+        if line["step_time_seconds"] > SLOW * row["median_step_seconds"]
+    ]
+    arrived = {line["memory_copy_step"]: line["step"] for line in reversed(lines) if "memory_copy_step" in line}
     return {
         **row, "work": " ".join([Path(args.config).stem, *args.overrides]), "interval": interval,
         "copy_gib": lines[-1].get("memory_copy_bytes", 0) / 2**30, "waited_seconds": waited,
         "copies": len({line.get("memory_copy_step", -1) for line in lines}) - 1,
+        "copies_seen": sorted([copied, step] for copied, step in arrived.items()), "slow_steps": slow,
     }  # fmt: skip
 
 

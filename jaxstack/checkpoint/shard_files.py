@@ -11,6 +11,7 @@ shards reads its own folder; one of another layout reads the files of those fold
 import collections
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,8 +29,12 @@ SHARDS = "shards"
 _FOLDER = "arrays"
 _HOST = "pinned_host"
 
-Shards = dict[str, dict[str, Any]]
-"""Name of an array -> place of a shard -> a copy of the shard."""
+_PART_BYTES = 2**26
+"""Bytes of a copy on a device that are brought to the host at a time: more would take pinned memory, and hold up what
+steps bring to the host, such as their losses."""
+
+Shards = dict[str, dict[str, list[Any]]]
+"""Name of an array -> place of a shard -> a copy of the shard, as parts whose bytes follow one another."""
 _Placed: TypeAlias = dict[tuple[str, str], jax.Array]
 """Name of an array and place of a shard -> the shard, on one device."""
 
@@ -69,10 +74,10 @@ def start_copy(arrays: Mapping[str, jax.Array | np.ndarray], *, on_device: bool 
     found: Shards = {name: {} for name in arrays}
     for name, array in arrays.items():
         if not isinstance(array, jax.Array):
-            found[name][place_of((slice(None),) * array.ndim, array.shape)] = np.array(array)
+            found[name][place_of((slice(None),) * array.ndim, array.shape)] = [np.array(array)]
     shards = _distinct_shards(arrays)
     cloned = {key: data for key, data in shards.items() if on_device and _is_in_device_memory(data)}
-    copies = _clone(cloned) | _to_host({key: data for key, data in shards.items() if key not in cloned})
+    copies = _clone(cloned) | {key: [_to_host(data)] for key, data in shards.items() if key not in cloned}
     for name, place in shards:
         found[name][place] = copies[name, place]
     return found
@@ -97,30 +102,36 @@ def _is_in_device_memory(data: jax.Array) -> bool:
     return data.sharding.memory_kind in (None, _device_of(data).default_memory().kind)
 
 
-def _clone(shards: _Placed) -> _Placed:
-    """Return copies of single-device arrays where they are, by one program for each device."""
+def _clone(shards: _Placed) -> dict[tuple[str, str], list[jax.Array]]:
+    """Return copies of single-device arrays where they are, in parts, by one program for each device."""
     devices = collections.defaultdict[Any, _Placed](dict)
     for key, data in shards.items():
         devices[_device_of(data)][key] = data
-    copies: _Placed = {}
+    copies: dict[tuple[str, str], list[jax.Array]] = {}
     for those in devices.values():
         copies |= _clone_on_one(those)
     return copies
 
 
 @jax.jit
-def _clone_on_one(shards: _Placed) -> _Placed:
+def _clone_on_one(shards: _Placed) -> dict[tuple[str, str], list[jax.Array]]:
     # By a program, as device_put to an array's own device need not copy within its memory.
-    return jax.tree.map(jnp.copy, shards)
+    return {key: _parts(data) for key, data in shards.items()}
 
 
-def _to_host(shards: _Placed) -> _Placed:
-    """Start to copy single-device arrays to pinned host memory."""
-    targets = {
-        key: jax.sharding.SingleDeviceSharding(_device_of(data), memory_kind=_HOST) for key, data in shards.items()
-    }
+def _parts(data: jax.Array) -> list[jax.Array]:
+    size = _PART_BYTES // data.dtype.itemsize
+    if data.size <= size:
+        return [jnp.copy(data)]
+    flat = data.reshape(-1)
+    return [flat[start : start + size] for start in range(0, flat.size, size)]
+
+
+def _to_host(data: jax.Array) -> jax.Array:
+    """Start to copy a single-device array to pinned host memory."""
     # Without may_alias=False, an array that is there already, such as an offloaded one, would not be copied.
-    return jax.device_put(shards, targets, may_alias=False)
+    target = jax.sharding.SingleDeviceSharding(_device_of(data), memory_kind=_HOST)
+    return jax.device_put(data, target, may_alias=False)
 
 
 def write(root: Path, shards: Shards, index: dict[str, Any], files: Mapping[str, bytes]) -> int:
@@ -142,7 +153,8 @@ def write(root: Path, shards: Shards, index: dict[str, Any], files: Mapping[str,
     }
 
     def write_array(name: str) -> tuple[str, int]:
-        return _write_pieces(root / described[name]["file"], shards.pop(name).values())
+        parts = itertools.chain.from_iterable(shards.pop(name).values())
+        return _write_parts(root / described[name]["file"], parts)
 
     written = manifest.in_threads(write_array, described)
     digests = {entry["file"]: digest for entry, (digest, _) in zip(described.values(), written, strict=True)}
@@ -153,16 +165,26 @@ def write(root: Path, shards: Shards, index: dict[str, Any], files: Mapping[str,
     return sum(size for _, size in written)
 
 
-def _write_pieces(path: Path, pieces: Iterable[Any]) -> tuple[str, int]:
+def _write_parts(path: Path, parts: Iterable[Any]) -> tuple[str, int]:
     """Write arrays to a file, one after the other; return the SHA-256 in hex of their bytes, and their number."""
     digest = hashlib.sha256()
     size = 0
     with open(path, "wb") as out:
-        for piece in pieces:
-            content = _as_bytes(np.asarray(piece))
+        for part in parts:
+            content = _as_bytes(_on_host(part))
             digest.update(content)
             size += out.write(content)
     return digest.hexdigest(), size
+
+
+def _on_host(part: Any) -> np.ndarray:
+    """Return an array whose content is in host memory.
+
+    One of a device comes by way of pinned memory, which numpy reads in place. Where numpy asks the device itself, the
+    runtime copies to pageable memory in a callback of the CUDA driver, and those of running steps wait for it.
+    """
+    on_device = isinstance(part, jax.Array) and _is_in_device_memory(part)
+    return np.asarray(_to_host(part) if on_device else part)
 
 
 def _as_bytes(array: np.ndarray) -> memoryview:

@@ -148,7 +148,9 @@ def test_a_state_may_be_donated_while_it_is_copied(folder):
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_shards_on_several_devices_are_stored_once(tmp_path, on_device):
+def test_shards_on_several_devices_are_stored_once(tmp_path, monkeypatch, on_device):
+    """On the devices, in parts of 100 bytes: the array that is everywhere has 128."""
+    monkeypatch.setattr(shard_files, "_PART_BYTES", 100)
     mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
     values = np.arange(32.0, dtype=np.float32).reshape(4, 8)
     arrays = {
@@ -163,8 +165,10 @@ def test_shards_on_several_devices_are_stored_once(tmp_path, on_device):
     targets = abstract_state(arrays)
     expected = {name: np.asarray(array) for name, array in arrays.items()}
     shards = shard_files.start_copy(arrays, on_device=on_device)
-    pieces = [piece for name in arrays if name != "host" for piece in shards[name].values()]
-    assert {piece.sharding.memory_kind for piece in pieces} == {"device" if on_device else "pinned_host"}
+    copies = [parts for name in arrays if name != "host" for parts in shards[name].values()]
+    assert max(map(len, copies)) == (2 if on_device else 1)
+    kind = "device" if on_device else "pinned_host"
+    assert {part.sharding.memory_kind for parts in copies for part in parts} == {kind}
     for array in arrays.values():
         if isinstance(array, jax.Array):
             array.delete()
@@ -324,7 +328,7 @@ def test_a_copy_that_fails_is_told_in_one_line(folder, monkeypatch, error, reaso
     with opened(state_of(0), folder, said) as copies:
         copies.copy(2, state_of(2), None)
         copies.wait()
-        monkeypatch.setattr(shard_files, "_write_pieces", write)
+        monkeypatch.setattr(shard_files, "_write_parts", write)
         copies.copy(4, state_of(4), None)
         copies.leave_devices()
     assert said == [f"the copy of step 4 in memory failed and is dropped: process 0: {reason}"]
@@ -338,7 +342,7 @@ def test_without_room_on_the_devices_after_all_copies_go_to_the_host(folder, mon
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     monkeypatch.setattr(shard_files, "has_room", lambda arrays: True)
     with opened(state_of(0), folder, said) as copies, monkeypatch.context() as patch:
-        patch.setattr(shard_files, "_clone_on_one" if at == "start" else "_write_pieces", Mock(side_effect=error))
+        patch.setattr(shard_files, "_clone_on_one" if at == "start" else "_write_parts", Mock(side_effect=error))
         copies.copy(2, state_of(2), None)
         copies.wait()
         assert copies.newest == (2 if at == "start" else -1) and len(said) == (at == "end")
@@ -390,7 +394,7 @@ def copy_of_two(tmp_path) -> Path:
     root = tmp_path / "copy"
     root.mkdir()
     index = {"format": manifest.FORMAT, "step": 2, "saved_at": "", "leaves": {}}
-    shard_files.write(root, {"w": {"0:4": jnp.arange(4.0)}}, index, {"samples.npz": b"abc"})
+    shard_files.write(root, {"w": {"0:4": [jnp.arange(4.0)]}}, index, {"samples.npz": b"abc"})
     return root
 
 
