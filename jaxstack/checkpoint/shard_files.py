@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxstack.checkpoint import manifest
 from jaxstack.files import write_file
+from jaxstack.observe.nvml import available_bytes
 
 SHARDS = "shards"
 """Key of the index with file and places of each array's shards."""
@@ -48,14 +49,16 @@ def place_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 def has_room(arrays: Mapping[str, jax.Array | np.ndarray]) -> bool:
     """Return True if the devices of this process can hold their shards twice beside what steps have needed so far.
 
-    False where the runtime does not know a device's memory, as that of CPUs.
+    What other programs hold of a GPU counts as used. False where the runtime does not know a device's memory, as that
+    of CPUs.
     """
     needed: collections.Counter[Any] = collections.Counter()
     for data in _distinct_shards(arrays).values():
         needed[_device_of(data)] += data.nbytes
-    for device, size in needed.items():
+    for (device, size), available in zip(needed.items(), available_bytes([*needed]), strict=True):
         known = device.memory_stats() or {}
-        if known.get("bytes_limit", 0) - known.get("peak_bytes_in_use", 0) < size:
+        limit = known.get("bytes_limit", 0)
+        if min(limit, limit if available is None else available) - known.get("peak_bytes_in_use", 0) < size:
             return False
     return bool(needed)
 

@@ -16,6 +16,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.layer import CacheRoom
 from jaxstack.observe.number_format import byte_size
+from jaxstack.observe.nvml import available_bytes
 from jaxstack.parallel.sharding_context import logical_axis_rules
 
 _DEFAULT_CONTEXT = 4096
@@ -134,9 +135,15 @@ def token_limit(models: Sequence[ModelOnMesh], config: EngineConfig) -> int:
 
 
 def usable_bytes(model: ModelOnMesh) -> int | None:
-    """Return the bytes of device memory that weights and cache can take, summed over all devices; None if unknown."""
-    available = memory_per_device()
-    return None if available is None else int(available * model.device_count * model.memory_share)
+    """Return the bytes of device memory that weights and cache can take, summed over all devices; None if unknown.
+
+    What other programs hold of a GPU is none of them.
+    """
+    limit = memory_per_device()
+    if limit is None:
+        return None
+    available = min([limit, *(found for found in available_bytes(jax.local_devices()) if found is not None)])
+    return int(available * model.device_count * model.memory_share)
 
 
 def free_bytes(models: Sequence[ModelOnMesh], config: EngineConfig, units: CacheUnits, total: int) -> float:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import ipaddress
+import itertools
 import os
 import re
 import socket
@@ -25,6 +26,8 @@ BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 INSECURE = "JAXSTACK_INSECURE"
 TLS_FILES = ("JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE")
 TLS_PEER_PREFIX = "JAX_MTLS_PEER_URI_PREFIX"
+_GPU_NAME = re.compile(r"\d+|(?:GPU|MIG)-.+")
+"""Name of a GPU in CUDA_VISIBLE_DEVICES: an index or a UUID."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,12 +241,19 @@ def tls_variables(args: argparse.Namespace) -> dict[str, str]:
     return found | ({INSECURE: "1"} if args.insecure else {})
 
 
-def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs that the processes of this node will see; 0 without a driver."""
-    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return len(chosen.split(","))
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
+def count_gpus(environ: Mapping[str, str] | None = None) -> int:
+    """Return the number of NVIDIA GPUs that the processes of this node will see; 0 without a driver, or on CPUs.
+
+    Args:
+      environ: environment variables; default: `os.environ`.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("JAX_PLATFORMS") == "cpu":
         return 0
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:  # an empty one hides all GPUs, and a name of none those after it, such as -1 or NoDevFiles
+        names = (name.strip() for name in chosen.split(","))
+        return len(list(itertools.takewhile(_GPU_NAME.fullmatch, names)))
     folder = Path("/proc/driver/nvidia/gpus")
     if folder.is_dir():
         return len(list(folder.iterdir()))
@@ -257,7 +267,10 @@ def split_devices(devices: int, parts: int, part: int) -> tuple[int, ...]:
       ConfigError: the devices cannot be split evenly.
     """
     if devices % parts:
-        raise ConfigError(f"{devices} GPUs cannot be split evenly between {parts} processes per node.")
+        raise ConfigError(
+            f"{devices} GPUs cannot be split evenly between {parts} processes per node; choose the GPUs with "
+            "CUDA_VISIBLE_DEVICES, or set JAX_PLATFORMS=cpu for a run on CPUs."
+        )
     each = devices // parts
     return tuple(range(part * each, (part + 1) * each))
 
@@ -267,11 +280,12 @@ def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
     if chosen := _device_list(environ.get(LOCAL_DEVICES)):
         return chosen
     tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    visible = [one for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
     parts = int(tasks[0]) if tasks else 1
-    if parts == 1 or len(visible) < parts:
+    gpus = count_gpus(environ)
+    own = re.search(r"\d+$", environ.get("SLURM_GPUS_PER_TASK", ""))  # such as 2 or a100:2; each task then sees its own
+    if parts == 1 or gpus < parts or (own is not None and gpus <= int(own[0])):
         return None
-    return split_devices(len(visible), parts, _number(environ, "SLURM_LOCALID", 0))
+    return split_devices(gpus, parts, _number(environ, "SLURM_LOCALID", 0))
 
 
 def _device_list(text: str | None) -> tuple[int, ...] | None:

@@ -54,6 +54,8 @@ def start_devices(simulate: int | None = None) -> int:
 
 
 DEVICE_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_NEWER_DEVICE_MEMORY = "XLA_CLIENT_MEM_FRACTION"
+"""The same in newer versions of jaxlib, which refuse to start a GPU with both."""
 DEVICE_FRACTION = 0.92
 """Share of a GPU's memory that XLA may allocate; the rest is for CUDA, NCCL and code."""
 HOST_MEMORY = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -65,7 +67,8 @@ def use_whole_memory() -> None:
     Their defaults are three quarters of a GPU's memory and 64 GiB of the host's. `model.remat: offload` at a million
     tokens needs more of the host's for each device.
     """
-    os.environ.setdefault(DEVICE_MEMORY, str(DEVICE_FRACTION))
+    if not os.environ.get(_NEWER_DEVICE_MEMORY):
+        os.environ.setdefault(DEVICE_MEMORY, str(DEVICE_FRACTION))
     memory = host_memory()
     if memory is not None:
         os.environ.setdefault(HOST_MEMORY, str(max(1, memory // 2**30)))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import Field, model_validator
 
+from jaxstack.distributed.coordination import all_true
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import replacing
 from jaxstack.local_sgd.base import Dict, OuterState
@@ -80,7 +81,8 @@ class FolderExchange(DiLoCoExchange):
         """Exchange parameters with other runs through the folder, missed rounds too; return them and the state."""
         params, state = super().__call__(phase, params, state)
         late = 0
-        while self.mean.is_closed(int(state.shared["round"])):
+        # A process that looks later may find more exchanges; all of this worker's processes take over the same.
+        while all_true(self.mean.is_closed(int(state.shared["round"]))):
             progress, kept = self.mean.read(params, state)
             params, state = self.apply(progress, kept)
             late += 1

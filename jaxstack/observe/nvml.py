@@ -55,6 +55,19 @@ def free_bytes(devices: Sequence[Any]) -> list[int | None]:
     return [found.get(id(device)) for device in devices]
 
 
+def available_bytes(devices: Sequence[Any]) -> list[int | None]:
+    """Return the bytes of each device that this process holds or can still get; None where that is not known.
+
+    XLA's own limit does not tell what other programs hold: it is the same before and after XLA found too little.
+    """
+    found: list[int | None] = []
+    for device, free in zip(devices, free_bytes(devices), strict=True):
+        stats = device.memory_stats() or {}
+        held = stats.get("pool_bytes", stats.get("bytes_in_use", 0))
+        found.append(None if free is None or "bytes_limit" not in stats else free + held)
+    return found
+
+
 def _local_number(device: Any) -> int:
     number = device.local_hardware_id
     return device.id if number is None else int(number)

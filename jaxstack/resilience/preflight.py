@@ -27,7 +27,7 @@ from jaxstack.distributed.cluster import find_place
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.observe.environment import PACKAGES, git_commit
 from jaxstack.observe.number_format import byte_size
-from jaxstack.observe.nvml import free_bytes
+from jaxstack.observe.nvml import available_bytes
 from jaxstack.resilience.exit_on_signal import ExitOnSignal
 from jaxstack.resilience.progress_file import ProgressFile
 
@@ -90,9 +90,9 @@ def check_same_memory(devices: Sequence[Any], timeout_seconds: float = 300) -> N
     """
     host = socket.gethostname()
     known = [
-        (f"device {device.local_hardware_id} of {host}", *memory)
-        for device, memory in zip(devices, map(_available_and_limit, devices, free_bytes(devices)), strict=True)
-        if memory is not None
+        (f"device {device.local_hardware_id} of {host}", available, device.memory_stats()["bytes_limit"])
+        for device, available in zip(devices, available_bytes(devices), strict=True)
+        if available is not None
     ]
     everyone = coordination.all_gather("device-memory", known, timeout_seconds)
     memory = [(name, available, limit) for one in everyone for name, available, limit in one]
@@ -108,17 +108,6 @@ def check_same_memory(devices: Sequence[Any], timeout_seconds: float = 300) -> N
             "(nvidia-smi lists them), and where one device lacks memory the others would wait for it without end. End "
             "those programs, or leave the device out with CUDA_VISIBLE_DEVICES."
         )
-
-
-def _available_and_limit(device: Any, free: int | None) -> tuple[int, int] | None:
-    """Return the bytes of a device that this process holds or can get, and those that XLA takes; None: not known.
-
-    XLA's own limit does not tell what other programs hold: it is the same before and after XLA found too little.
-    """
-    stats = device.memory_stats() or {}
-    if free is None or "bytes_limit" not in stats:
-        return None
-    return free + stats.get("pool_bytes", stats.get("bytes_in_use", 0)), stats["bytes_limit"]
 
 
 def disagreements(facts: Sequence[Mapping[str, Any]], ignore: Sequence[str] = ()) -> list[str]:

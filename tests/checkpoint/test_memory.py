@@ -33,6 +33,7 @@ from jaxstack.checkpoint.neighbour import (
     needed_bytes,
 )
 from jaxstack.errors import ConfigError
+from jaxstack.observe import nvml
 from tests.checkpoint.states import raw
 
 FIRST = Part(0, 2)
@@ -203,6 +204,17 @@ def test_a_device_holds_a_copy_if_steps_leave_room_for_it(monkeypatch, peaks, ro
         for name, size in (("a", 10), ("b", 20)):
             shards[name, str(number)] = SimpleNamespace(nbytes=size, devices=Mock(return_value={device}))
     monkeypatch.setattr(shard_files, "_distinct_shards", lambda arrays: shards)
+    assert shard_files.has_room({}) == room
+
+
+@pytest.mark.parametrize(("free", "room"), [(20, True), (19, False), (None, True)])
+def test_memory_that_other_programs_hold_is_no_room_for_a_copy(monkeypatch, free, room):
+    """A GPU of which XLA may take 100 bytes and has taken 80; steps need 70, and the shards 30."""
+    known = {"bytes_limit": 100, "peak_bytes_in_use": 70, "pool_bytes": 80}
+    device = Mock(memory_stats=Mock(return_value=known))
+    shard = SimpleNamespace(nbytes=30, devices=Mock(return_value={device}))
+    monkeypatch.setattr(shard_files, "_distinct_shards", lambda arrays: {("a", "0"): shard})
+    monkeypatch.setattr(nvml, "free_bytes", lambda devices: [free])
     assert shard_files.has_room({}) == room
 
 

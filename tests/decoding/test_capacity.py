@@ -1,6 +1,8 @@
 """How many requests and pages fit into a device's memory, and what happens when it is used up nevertheless."""
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,15 @@ from jaxstack.errors import ConfigError, JaxstackError
 from tests.serve.tiny import open_tiny
 
 MEMORY = 4_000_000
+
+
+def test_memory_that_other_programs_hold_is_not_usable(monkeypatch):
+    model: Any = SimpleNamespace(device_count=2, memory_share=1.0)
+    monkeypatch.setattr(cache_room, "memory_per_device", lambda: MEMORY)
+    monkeypatch.setattr(cache_room, "available_bytes", lambda devices: [None, 3 * MEMORY, MEMORY // 2])
+    assert cache_room.usable_bytes(model) == MEMORY
+    monkeypatch.setattr(cache_room, "available_bytes", lambda devices: [None, 3 * MEMORY])
+    assert cache_room.usable_bytes(model) == 2 * MEMORY
 
 
 @pytest.mark.longer

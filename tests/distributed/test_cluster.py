@@ -5,6 +5,7 @@ import pytest
 from jaxstack.distributed.cluster import (
     Nodes,
     check_tls_files,
+    count_gpus,
     find_nodes,
     find_place,
     is_loopback,
@@ -86,7 +87,38 @@ def test_off_the_loopback_interface_there_is_tls_or_a_word(tmp_path):
     assert check_tls_files("10.0.0.1:1", files) == tuple(files.values())
 
 
+@pytest.mark.parametrize(
+    ("variables", "devices"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, (1,)),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (2, 3)),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_GPUS_PER_TASK": "h200:2"}, (2, 3)),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_PER_TASK": "2"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_PER_TASK": "1"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, None),
+    ],
+)
+def test_slurm_tasks_divide_the_gpus_that_they_all_see(variables, devices):
+    """Those of `--gpus-per-task` are each task's own."""
+    place = find_place({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1", **variables})
+    assert place is not None and place.local_devices == devices
+
+
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "2, 3"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,MIG-GPU-1/2/0,MIG-5c2a"}, 3),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}, 0),
+    ],
+)
+def test_the_gpus_that_processes_see_are_counted_as_cuda_does(variables, count):
+    assert count_gpus(variables) == count
+
+
 def test_gpus_are_split_evenly():
     assert [split_devices(8, 4, part) for part in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    with pytest.raises(ConfigError, match="8 GPUs cannot be split evenly between 3"):
+    with pytest.raises(ConfigError, match="8 GPUs cannot be split evenly between 3.*JAX_PLATFORMS=cpu"):
         split_devices(8, 3, 0)

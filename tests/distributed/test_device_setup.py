@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jaxlib import xla_client
 
 from jaxstack.distributed.device_setup import (
     DEVICE_MEMORY,
@@ -37,6 +38,15 @@ def test_the_users_own_settings_win(monkeypatch):
     monkeypatch.setenv(HOST_MEMORY, "7")
     use_whole_memory()
     assert (os.environ[DEVICE_MEMORY], os.environ[HOST_MEMORY]) == ("0.5", "7")
+
+
+def test_the_newer_name_of_the_users_own_setting_wins_too(monkeypatch):
+    """With both names jaxlib starts no GPU."""
+    monkeypatch.setenv(DEVICE_MEMORY, "")
+    monkeypatch.delenv(DEVICE_MEMORY)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    use_whole_memory()
+    assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.5
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.local_sgd import folder
 from jaxstack.local_sgd.folder import FolderDiLoCo
 from tests.reliability.runs import FAULTY, Runs, finish, waiting
 from tests.reliability.states import read_checkpoint
@@ -65,6 +66,18 @@ def test_others_go_on_without_a_worker_and_it_catches_up(tmp_path):
     assert "whose changes since the last are lost" in other.said[0] and "1 further" in other.said[1]
     together((one, [1.0, 0.0]), (other, [1.0, 0.0]))
     assert other.weights == one.weights
+
+
+def test_processes_of_a_worker_catch_up_together(tmp_path, monkeypatch):
+    one = Worker(tmp_path, 0)
+    other = Worker(tmp_path, 1)
+    together((one, [1.0, 0.0]), (other, [3.0, 0.0]))
+    one.move([1.0, 0.0])
+    one.move([1.0, 0.0])
+    found = []
+    monkeypatch.setattr(folder, "all_true", lambda seen: found.append(seen))
+    other.move([0.0, 0.0])
+    assert found == [True] and int(other.state.shared["round"]) == 2, "another process has not seen the third exchange"
 
 
 def test_a_folder_of_other_workers_is_refused(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from jaxstack.distributed import coordination
 from jaxstack.errors import JaxstackError
-from jaxstack.resilience import preflight
+from jaxstack.observe import nvml
 from jaxstack.resilience.config import advise_interval, young_daly_seconds
 from jaxstack.resilience.preflight import check_same_devices, check_same_memory, disagreements
 from jaxstack.resilience.progress_file import PROGRESS, ProgressFile, Record, read_record
@@ -146,7 +146,7 @@ def hold(monkeypatch, free_gigabytes: dict[int, float]) -> None:
     """Let NVML tell how much of each GPU is free."""
     known = {number: int(free * 2**30) for number, free in free_gigabytes.items()}
     monkeypatch.setattr(
-        preflight, "free_bytes", lambda devices: [known.get(getattr(d, "local_hardware_id", None)) for d in devices]
+        nvml, "free_bytes", lambda devices: [known.get(getattr(d, "local_hardware_id", None)) for d in devices]
     )
 
 

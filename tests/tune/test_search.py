@@ -154,6 +154,7 @@ def test_a_study_whose_first_trials_all_fail_ends(tmp_path, trials, monkeypatch,
 @pytest.mark.longer
 def test_trials_see_their_share_of_the_gpus(tmp_path, trials, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setenv("JAX_PLATFORMS", "")  # where it is cpu, the GPUs are left alone
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     seen = "[os.environ['CUDA_VISIBLE_DEVICES'], 'SLURM_STEP_NUM_TASKS' in os.environ]"
     trials(f"{LOSSES}(directory / 'seen').write_text(str({seen}))\ntime.sleep(0.3)\n{END}")
