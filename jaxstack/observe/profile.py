@@ -7,6 +7,8 @@ from pathlib import Path
 import jax
 from jaxtyping import PyTree
 
+from jaxstack.distributed import coordination
+
 
 class StepProfiler:
     """Traces the steps `first` to `last` of a run (inclusive, counted from 1) into `directory`.
@@ -18,7 +20,7 @@ class StepProfiler:
 
     Args:
       steps: (first, last); None: trace nothing.
-      directory: for the files.
+      directory: for the files; those of a further process N are in its folder `process-N`.
       report: called with a line of text when the trace is written.
     """
 
@@ -29,7 +31,8 @@ class StepProfiler:
         report: Callable[[str], None] | None = None,
     ):
         self._first, self._last = steps or (0, -1)
-        self._directory = Path(directory)
+        index, _ = coordination.process_position()
+        self._directory = Path(directory, f"process-{index}") if index else Path(directory)
         self._report = report or (lambda text: None)
         self.active = False
 

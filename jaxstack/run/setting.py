@@ -14,6 +14,7 @@ from jaxstack.cost_model.cluster import Cluster, cluster_of_devices, parse_clust
 from jaxstack.cost_model.forecast import Forecast, forecast
 from jaxstack.cost_model.search import search_layouts
 from jaxstack.distributed.cluster import fewer_count, full_count
+from jaxstack.distributed.coordination import all_gather
 from jaxstack.distributed.device_setup import DEVICE_FRACTION, cache_compilations, memory_per_device, start_devices
 from jaxstack.distributed.xla_options import low_precision_cpu_options, supports_peer_copies
 from jaxstack.errors import ConfigError
@@ -226,11 +227,12 @@ def _present_cluster(devices: int) -> Cluster:
     """Describe `devices` devices of this process's kind as a cluster, on which the planner can predict layouts.
 
     A kind that no file describes, such as simulated CPU devices, is taken for an H200. The memory is that of the
-    device, which a file may overstate: an A100 has 40 or 80 GB.
+    device, which a file may overstate: an A100 has 40 or 80 GB. Of several processes it is that of the one with the
+    least, so that all choose the same layout.
     """
     known = cluster_of_devices(jax.devices()[0].device_kind, devices, one_host=share_host(jax.devices()))
     cluster = known or resized(parse_cluster("h200"), devices)
-    memory = memory_per_device()
+    memory = min(filter(None, all_gather("device-limit", memory_per_device())), default=None)
     return cluster.model_copy(update={"memory_bytes": int(memory / DEVICE_FRACTION)}) if memory else cluster
 
 

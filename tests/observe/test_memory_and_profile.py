@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jaxstack.distributed import coordination
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.observe import throughput
 from jaxstack.observe.profile import StepProfiler
@@ -75,6 +76,13 @@ def _run(profiler, first, last):
 def test_traced_steps(calls, steps, first, last, traced):
     assert _run(StepProfiler(steps, "where"), first, last) == traced
     assert calls == ([("start", "where"), ("stop",), ("memory", "where/memory.pb.gz")] if traced else [])
+
+
+def test_processes_write_no_files_of_one_another(calls, monkeypatch):
+    monkeypatch.setattr(coordination, "process_position", lambda: (3, 4))
+    said = []
+    _run(StepProfiler((1, 1), "where", said.append), 0, 2)
+    assert said == ["profile of steps 1 to 1: where/process-3"]
 
 
 def test_profile_opens_in_perfetto_and_xprof_with_the_layers_by_name(tmp_path):

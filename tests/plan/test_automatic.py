@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from jaxstack.errors import ConfigError
+from jaxstack.run import setting
 from jaxstack.run.setting import forecast_here, with_training_layout
 from jaxstack.run.train import train
 from jaxstack.run_config import config_schema, load_config
@@ -30,6 +31,15 @@ def test_layout_has_all_devices_and_the_configurations_batch():
         assert chosen.parallel.resolve(devices) == chosen.parallel and not chosen.parallel.auto
         assert chosen.train.global_batch_size == 16 and chosen.model.vocab_size == config.model.vocab_size
     assert forecast_here(chosen) is None or jax.default_backend() == "gpu"
+
+
+def test_processes_whose_devices_have_different_memory_choose_one_layout(monkeypatch):
+    """The planner takes the least memory of all of them."""
+    monkeypatch.setattr(setting, "memory_per_device", lambda: 92 * 2**30)
+    monkeypatch.setattr(setting, "all_gather", lambda name, own: [own, None, 46 * 2**30])
+    assert setting._present_cluster(2).memory_bytes == 50 * 2**30
+    monkeypatch.setattr(setting, "all_gather", lambda name, own: [own])
+    assert setting._present_cluster(2).memory_bytes == 100 * 2**30
 
 
 @pytest.mark.exhaustive
