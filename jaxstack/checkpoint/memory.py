@@ -180,7 +180,10 @@ class MemoryCheckpoints:
         if self._on_devices is None and not steps_grow:
             # Only now: the copies themselves count in what the devices have needed so far.
             self._on_devices = shard_files.has_room(arrays)
-        shards = self._start_copy(arrays)
+        try:
+            shards = self._start_copy(arrays)
+        except jax.errors.JaxRuntimeError as error:  # no host memory: the thread tells the other processes
+            shards = error
         self._thread = threading.Thread(target=self._finish, args=(step, shards, index, files or {}), daemon=True)
         self._thread.start()
         self.blocked_seconds += time.monotonic() - began
@@ -387,11 +390,20 @@ class MemoryCheckpoints:
                 self._off_devices.set()
         return shard_files.start_copy(arrays)
 
-    def _finish(self, step: int, shards: shard_files.Shards, index: dict[str, Any], files: Mapping[str, bytes]) -> None:
-        """Write the copy, send it, and, when all processes have, delete the older one; runs in a thread."""
+    def _finish(
+        self, step: int, shards: shard_files.Shards | Exception, index: dict[str, Any], files: Mapping[str, bytes]
+    ) -> None:
+        """Write the copy, send it, and, when all processes have, delete the older one; runs in a thread.
+
+        Args:
+          step, index, files: of the copy.
+          shards: this process's; an exception if they could not be copied, so that all processes drop this copy.
+        """
         name = f"{self._name}-copy-{step}"
         failure = None
         try:
+            if isinstance(shards, Exception):
+                raise shards
             root = self._write(step, shards, index, files)
             if self._client is not None:
                 self._client.send(self._part, root, step)

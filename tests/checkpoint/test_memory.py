@@ -365,6 +365,24 @@ def test_without_room_on_the_devices_after_all_copies_go_to_the_host(folder, mon
         assert copies.newest == 4
 
 
+def test_without_host_memory_a_copy_is_dropped_and_the_run_goes_on(folder, monkeypatch):
+    said: list[str] = []
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
+    with opened(state_of(0), folder, said) as copies:
+        copies.copy(2, state_of(2), None)
+        copies.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(shard_files, "_to_host", Mock(side_effect=error))
+            copies.copy(4, state_of(4), None)
+            copies.wait()
+        assert said == [f"the copy of step 4 in memory failed and is dropped: process 0: {error}"]
+        assert copies.newest == 2
+        copies.copy(6, state_of(6), None)
+        copies.leave_devices()
+        copies.wait()
+        assert copies.newest == 6
+
+
 def test_copies_are_on_devices_only_when_steps_have_their_full_size_and_no_other_program_runs(folder, monkeypatch):
     used: list[bool] = []
     written = threading.Event()
