@@ -31,8 +31,7 @@ _FOLDER = "arrays"
 _HOST = "pinned_host"
 
 _PART_BYTES = 2**26
-"""Bytes of a copy on a device that are brought to the host at a time: more would take pinned memory, and hold up what
-steps bring to the host, such as their losses."""
+"""Bytes of a copy on a device that a thread brings to the host at a time, and of the pinned memory that it takes."""
 
 Shards = dict[str, dict[str, list[Any]]]
 """Name of an array -> place of a shard -> a copy of the shard, as parts whose bytes follow one another."""
