@@ -33,6 +33,8 @@ class Format(ABC):
     """Storage format of a quantized matrix [out, in]. Subclasses are frozen dataclasses, listed in `FORMATS`."""
 
     name: ClassVar[str]
+    divides_units: ClassVar[bool] = True
+    """True if parts smaller than a `unit` can have scales of their own."""
 
     @property
     @abstractmethod
@@ -329,6 +331,36 @@ class LowRankFormat(Format):
         return {"u": arrays["u"][ids], "v": arrays["v"]}
 
 
+@dataclasses.dataclass(frozen=True)
+class TwoOfFourFormat(Format):
+    """2:4 sparsity: of every four consecutive inputs two have a stored value, and the others are zero.
+
+    Arrays: `values` float [out, in / 2], those of each row in the order of their inputs; `kept` uint4 [out, in / 4],
+    whose bit i tells whether input i of the four has a value.
+    """
+
+    name: ClassVar[str] = "two_of_four"
+    divides_units: ClassVar[bool] = False
+
+    @property
+    def bits_of(self) -> Mapping[str, int]:
+        return {"kept": 4}
+
+    @property
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"values": ("out", "in"), "kept": ("out", "in")}
+
+    def unit(self, arrays: Arrays) -> tuple[int, int]:
+        return 1, 4
+
+    def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
+        has_value = (arrays["kept"].astype(jnp.int32)[..., None] >> jnp.arange(4)) & 1
+        values = arrays["values"].astype(jnp.float32).reshape(*arrays["kept"].shape, 2)
+        first = jnp.cumsum(has_value, axis=-1) == 1
+        chosen = jnp.where(first, values[..., :1], values[..., 1:])
+        return jnp.where(has_value == 1, chosen, 0).reshape(len(values), -1)
+
+
 def powers_of_two(exponents: Int[Array, "..."]) -> Float[Array, "..."]:
     """Return 2^exponent in float32, exactly, for exponents from -126 to 127."""
     return jax.lax.bitcast_convert_type((exponents.astype(jnp.int32) + 127) << 23, jnp.float32)
@@ -345,6 +377,7 @@ FORMATS: dict[str, type[Format]] = {
         BlockFloatFormat,
         TileFloatFormat,
         LowRankFormat,
+        TwoOfFourFormat,
     )
 }
 """Formats by name. A new one is added here."""

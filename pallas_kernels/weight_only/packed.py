@@ -20,6 +20,7 @@ from pallas_kernels.weight_only.formats import (
     RoundedInputFloat8Format,
     RoundedInputFormat,
     TileFloatFormat,
+    TwoOfFourFormat,
     index_dtype,
     integer_dtype,
 )
@@ -82,7 +83,7 @@ class PackedWeight:
         """
         unit = self.format.unit(self.arrays)
         smaller = math.gcd(unit[0], outputs), math.gcd(unit[1], inputs)
-        if smaller == unit:
+        if smaller == unit or not self.format.divides_units:
             return self
         sizes = math.prod(self.outputs), math.prod(self.inputs)
         arrays = dict(self.arrays)
@@ -265,6 +266,24 @@ def pack_tile_float(bits: int, q: Int[Array, "out in"], exponents: Int[Array, "t
 def pack_low_rank(u: Float[Array, "out rank"], v: Float[Array, "rank in"]) -> PackedWeight:
     """Pack the factors u and v of a low-rank weight u @ v, without multiplying them."""
     return _pack(LowRankFormat(), {"u": u, "v": v}, (u.shape[0], v.shape[1]))
+
+
+def pack_two_of_four(w: Float[Array, "out in"]) -> PackedWeight:
+    """Pack a matrix, of whose every four consecutive inputs at most two are not zero, without the zeros.
+
+    Args:
+      w: the matrix, in any floating-point dtype, which the stored values keep; of three or four numbers that are not
+        zero the last ones are lost.
+    """
+    groups = w.reshape(w.shape[0], -1, 4)
+    filled = groups != 0
+    # Every group stores two values: the first zeros take the places that are left.
+    lacking = 2 - filled.sum(-1, keepdims=True)
+    kept = filled & (jnp.cumsum(filled, -1) <= 2) | ~filled & (jnp.cumsum(~filled, -1) <= lacking)
+    place = jnp.argsort(~kept, axis=-1, stable=True)[..., :2]
+    values = jnp.take_along_axis(groups, place, axis=-1).reshape(w.shape[0], -1)
+    mask = (kept << jnp.arange(4)).sum(-1).astype(jnp.uint4)
+    return _pack(TwoOfFourFormat(), {"values": values, "kept": mask}, w.shape)
 
 
 def _pack(format: Format, arrays: dict[str, jax.Array], shape: tuple[int, ...]) -> PackedWeight:

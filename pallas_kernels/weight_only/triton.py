@@ -1,4 +1,4 @@
-"""Triton matmul of 1 to 64 rows with a packed weight (integers, FP8 or indices into lookup tables), read as stored.
+"""Triton matmul of 1 to 64 rows with a packed weight (integers, FP8, indices into tables, 2:4 sparsity), as stored.
 
 At few rows the product is limited by reading the weight. XLA's matmuls spend more time on the conversion of integers
 than on reading them, mostly with scales of groups; these kernels convert two integers with each instruction and apply
@@ -10,6 +10,7 @@ those with odd ones.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 
 import jax
@@ -26,6 +27,7 @@ from pallas_kernels.weight_only.formats import (
     LookupFormat,
     RoundedInputFloat8Format,
     RoundedInputFormat,
+    TwoOfFourFormat,
 )
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import PackedMatmulRequest
@@ -80,6 +82,7 @@ class ProductPlan:
         exponent_size: inputs that share an exponent; 0: there are none.
         tiles: tiles of `rows` rows, each multiplied with one of several matrices; 0: there is one matrix.
         float8: True for FP8.
+        two_of_four: True for values with 2:4 sparsity.
     """
 
     rows: int
@@ -94,6 +97,12 @@ class ProductPlan:
     exponent_size: int = 0
     tiles: int = 0
     float8: bool = False
+    two_of_four: bool = False
+
+    @property
+    def together(self) -> int:
+        """Number of inputs whose weights are one element in memory."""
+        return 8 if self.two_of_four else self.halves
 
     @property
     def all_rows(self) -> int:
@@ -191,12 +200,22 @@ tiles of integers of as many bits, as both read the same bytes.
 
 
 def stored_matrix(weight: PackedWeight) -> jax.Array:
-    """Return the stored integers, or indices, of a packed weight that the Triton kernel reads, [out, in]."""
-    return weight.arrays["indices" if isinstance(weight.format, LookupFormat) else "q"]
+    """Return the stored integers, indices or values of a packed weight that the Triton kernel reads.
+
+    Of integers and indices [out, in], of the values of 2:4 sparsity [out, in / 2].
+    """
+    names = {LookupFormat: "indices", TwoOfFourFormat: "values"}
+    return weight.arrays[names.get(type(weight.format), "q")]
+
+
+def _matrix_shape(weight: PackedWeight) -> tuple[int, int]:
+    return math.prod(weight.outputs), math.prod(weight.inputs)
 
 
 def stored_bits(request: PackedMatmulRequest) -> int:
-    """Return how many bits each integer or index of the packed weight takes in memory: 4 or 8."""
+    """Return how many bits each stored number of the packed weight takes in memory: 4, 8, or 16 of 2:4 sparsity."""
+    if isinstance(request.weight.format, TwoOfFourFormat):
+        return 16
     return 4 if stored_matrix(request.weight).dtype in (jnp.int4, jnp.uint4) else 8
 
 
@@ -235,11 +254,13 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None, tiles: int
     weight = request.weight
     bits = stored_bits(request)
     rows = request.x.shape[0] // max(1, tiles)
-    outputs, inputs = stored_matrix(weight).shape[-2:]
+    outputs, inputs = _matrix_shape(weight)
     lookup = isinstance(weight.format, LookupFormat)
+    two_of_four = isinstance(weight.format, TwoOfFourFormat)
     tables, entries = weight.arrays["codebook"].shape[-2:] if lookup else (1, 0)
-    groups = 1 if lookup else weight.arrays["scales"].shape[-1]
-    default = default_tile(outputs, inputs, groups, rows, tables, 8 // bits)
+    groups = 1 if lookup or two_of_four else weight.arrays["scales"].shape[-1]
+    halves = 2 if bits == 4 else 1
+    default = default_tile(outputs, inputs, groups, rows, tables, halves)
     default = dataclasses.replace(default, assembly=request.x.dtype == jnp.bfloat16)
     if tiles:  # which are enough programs
         default = dataclasses.replace(default, ranges=1)
@@ -247,7 +268,7 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None, tiles: int
         rows,
         inputs,
         outputs,
-        8 // bits,
+        halves,
         groups,
         tile or default,
         tables,
@@ -256,6 +277,7 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None, tiles: int
         exponent_size=inputs // weight.arrays["exponents"].shape[-1] if "exponents" in weight.arrays else 0,
         tiles=tiles,
         float8=isinstance(weight.format, Float8Format),
+        two_of_four=two_of_four,
     )
     measured = MEASURED.get((bits, outputs, inputs, plan.padded_rows))
     if tile is not None or measured is None:
@@ -274,6 +296,8 @@ def tile_problem(plan: ProductPlan) -> str | None:
     if plan.inputs % (tile.block_in * tile.ranges * tile.slices):
         parts = f"{tile.ranges} ranges of {tile.slices} slices"
         return f"{parts} of blocks of {tile.block_in} do not divide {plan.inputs} inputs"
+    if plan.two_of_four and tile.block_in % 128:
+        return f"blocks of {tile.block_in} inputs are fewer than 16 for each of {plan.together} places"
     if plan.groups > 1 and plan.group_size % tile.block_in:
         return f"blocks of {tile.block_in} do not divide a group of {plan.group_size} inputs"
     return None
@@ -314,7 +338,12 @@ def _launch(request: PackedMatmulRequest, tile: Tile | None, groups: jax.Array |
         # A change of the type alone: XLA stores the integer at the even place in the low half of a byte.
         pairs = stored.reshape(*stored.shape[:-1], plan.inputs // 2, 2)
         stored = jax.lax.bitcast_convert_type(pairs, jnp.int8)
-    constants = weight.arrays["codebook" if plan.entries else "scales"]
+    if plan.two_of_four:
+        x = x.reshape(plan.rows, -1, plan.together).transpose(2, 0, 1)
+        kept = weight.arrays["kept"]
+        constants = jax.lax.bitcast_convert_type(kept.reshape(plan.outputs, -1, 2), jnp.int8)
+    else:
+        constants = weight.arrays["codebook" if plan.entries else "scales"]
     if plan.entries and plan.halves == 1:
         constants = constants.astype(x.dtype)  # The kernel rounds smaller tables itself.
     major, minor = request.target.compute_capability or (0, 0)
@@ -397,8 +426,8 @@ def fallback_reason(request: PackedMatmulRequest) -> str | None:
 
 def unsupported_format(weight: PackedWeight) -> str | None:
     """Return why the Triton kernel cannot read a packed weight, whatever its shape, or None if it can."""
-    if not isinstance(weight.format, (IntegerFormat, LookupFormat, Float8Format)):
-        return f"reads integers and FP8 with scales, and lookup tables; the weight is {weight.format}"
+    if not isinstance(weight.format, (IntegerFormat, LookupFormat, Float8Format, TwoOfFourFormat)):
+        return f"reads integers and FP8 with scales, lookup tables and 2:4 sparsity; the weight is {weight.format}"
     if isinstance(weight.format, RoundedInputFormat):
         return "multiplies activations as they are; the weight asks for inputs rounded to int8"
     if "zeros" in weight.arrays:
@@ -423,10 +452,15 @@ def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
     most = most_rows(weight)
     if not 1 <= x.shape[0] <= most:
         return f"takes 1 to {most} rows; got {x.shape[0]}"
-    outputs, inputs = stored_matrix(weight).shape[-2:]
+    outputs, inputs = _matrix_shape(weight)
     least = 32 if weight.stack else 128
     if outputs % 16 or inputs % least:
         return f"needs outputs that are a multiple of 16 and inputs of {least}; got {outputs} and {inputs}"
+    if isinstance(weight.format, TwoOfFourFormat):
+        if weight.stack:
+            return "reads one matrix with 2:4 sparsity at a time; the weight is a stack, as of experts"
+        dtype = weight.arrays["values"].dtype
+        return f"needs values in the dtype of the activations, {x.dtype}; got {dtype}" if dtype != x.dtype else None
     if isinstance(weight.format, LookupFormat):
         together = outputs // weight.arrays["codebook"].shape[-2]
         exponents = weight.arrays.get("exponents")

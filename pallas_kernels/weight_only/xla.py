@@ -3,9 +3,10 @@
 On a GPU the conversion to the dtype of x, and the scales, become part of the matmul's prologue. Scales of groups, which
 multiply the weights before the matmul, need the option `xla_gpu_experimental_enable_subchannel_dequantisation_fusion`;
 without it XLA writes the weights in the dtype of x first. Either needs `xla_gpu_enable_triton_gemm`. Weights of a
-lookup table are stored small, but written in the dtype of x before each product. With inputs rounded to int8 (W8A8),
-XLA multiplies int8 by int8 with int32 sums, in a Triton or cuBLAS matmul; for one row, in a fused reduction. With
-inputs rounded to FP8, of which there must be many rows, it multiplies FP8 by FP8 with float32 sums.
+lookup table, and those with 2:4 sparsity, are stored small, but written in the dtype of x before each product. With
+inputs rounded to int8 (W8A8), XLA multiplies int8 by int8 with int32 sums, in a Triton or cuBLAS matmul; for one row,
+in a fused reduction. With inputs rounded to FP8, of which there must be many rows, it multiplies FP8 by FP8 with
+float32 sums.
 """
 
 import functools
@@ -28,6 +29,7 @@ from pallas_kernels.weight_only.formats import (
     RoundedInputFloat8Format,
     RoundedInputFormat,
     TileFloatFormat,
+    TwoOfFourFormat,
     powers_of_two,
 )
 from pallas_kernels.weight_only.integer_products import quantize_tokens, round_tokens, scaled_product
@@ -147,7 +149,7 @@ def _times_tile_float(x: jax.Array, arrays: Arrays, format: TileFloatFormat) -> 
     return _times_transposed(x, arrays["q"].astype(x.dtype) * format.scales(arrays).astype(x.dtype))
 
 
-def _times_lookup(x: jax.Array, arrays: Arrays, format: Format) -> jax.Array:
+def _times_written(x: jax.Array, arrays: Arrays, format: Format) -> jax.Array:
     # XLA fuses neither a gather nor a tree of selections into a matmul: it writes the values first.
     return _times_transposed(x, format.dense(arrays).astype(x.dtype))
 
@@ -162,8 +164,9 @@ _PRODUCTS: Mapping[type[Format], Callable[[jax.Array, Arrays, Any], jax.Array]] 
     RoundedInputFormat: _times_rounded,
     Float8Format: _times_float8,
     RoundedInputFloat8Format: _times_rounded_float8,
-    LookupFormat: _times_lookup,
+    LookupFormat: _times_written,
     BlockFloatFormat: _times_block_float,
     TileFloatFormat: _times_tile_float,
     LowRankFormat: _times_low_rank,
+    TwoOfFourFormat: _times_written,
 }

@@ -10,7 +10,14 @@ import pytest
 from pallas_kernels import Grid, PackedWeight, packed_matmul
 from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
 from pallas_kernels.weight_only.formats import Float8Format, IntegerFormat, powers_of_two
-from pallas_kernels.weight_only.packed import pack_block_float, pack_float8, pack_integers, pack_lookup, pack_low_rank
+from pallas_kernels.weight_only.packed import (
+    pack_block_float,
+    pack_float8,
+    pack_integers,
+    pack_lookup,
+    pack_low_rank,
+    pack_two_of_four,
+)
 
 OUT = 6
 IN = 16
@@ -55,12 +62,19 @@ def packed(kind: str):
             return weight, expected
         weight.arrays["exponents"] = exponents = jnp.asarray([[-1, 2]] * OUT, jnp.int8)
         return weight, expected * np.repeat(2.0 ** np.asarray(exponents), IN // 2, 1)
+    if kind == "two_of_four":
+        expected = W * (np.argsort(np.random.default_rng(1).normal(size=(OUT, IN // 4, 4))).reshape(OUT, IN) < 2)
+        expected[0, :8] = [0, 0, 0, 1, 0, 0, 0, 0]  # fewer than two numbers that are not zero
+        return pack_two_of_four(jnp.asarray(expected)), expected
     u = W[:, :2]
     v = W[:2]
     return pack_low_rank(u, v), np.asarray(u, np.float64) @ np.asarray(v, np.float64)
 
 
-KINDS = ("int8", "int4", "zeros", "float8", "float8_blocks", "block_float", "lookup", "lookup_exponents", "low_rank")
+KINDS = (
+    "int8", "int4", "zeros", "float8", "float8_blocks", "block_float", "lookup", "lookup_exponents", "low_rank",
+    "two_of_four",
+)  # fmt: skip
 
 
 @pytest.mark.quick
@@ -123,6 +137,7 @@ def test_stored_bytes_are_the_bits_of_the_integers_and_the_scales():
     assert packed("int4")[0].stored_bytes == OUT * IN // 2 + 4 * OUT * IN // 8
     assert packed("lookup")[0].stored_bytes == OUT * IN * 3 // 8 + 4 * 16
     assert packed("block_float")[0].stored_bytes == OUT * IN * 6 // 8 + OUT * IN // 4
+    assert packed("two_of_four")[0].stored_bytes == 4 * OUT * IN // 2 + OUT * IN // 8
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
