@@ -100,7 +100,7 @@ class Recipe(Component):
     calibration: CalibrationConfig = CalibrationConfig()
     """Text that methods which need it are calibrated on."""
     store: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of matrices that are stored as plain numbers: pruned ones, and those that no rule compresses."""
+    """Dtype of weights that are stored as they are: those of pruned matrices, and matrices that no rule compresses."""
     vectors: Literal["float32", "bfp8"] = "float32"
     """Storage of vectors (scales of norms, biases). bfp8: integers of 8 bits, with an exponent for each block of up to
     64; they are float32 again when they are read."""

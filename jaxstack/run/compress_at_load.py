@@ -53,6 +53,7 @@ def compress_in_place(params: Params, methods: Mapping[str, AfterTraining], mode
         branch = get(params, above) if above else params
         found = compress_weight(branch[name], method, layouts[path])
         if isinstance(found, PackedWeight):
+            found = found.with_numbers(branch[name].dtype)
             branch[name] = place_packed(found, shardings[path], transposed=path.endswith("/table"))
         else:
             branch[name] = found.astype(branch[name].dtype)

@@ -35,6 +35,8 @@ class Format(ABC):
     name: ClassVar[str]
     divides_units: ClassVar[bool] = True
     """True if parts smaller than a `unit` can have scales of their own."""
+    numbers: ClassVar[str | None] = None
+    """The array that holds weights as they are, in any floating-point dtype; None: there is none."""
 
     @property
     @abstractmethod
@@ -341,6 +343,7 @@ class TwoOfFourFormat(Format):
 
     name: ClassVar[str] = "two_of_four"
     divides_units: ClassVar[bool] = False
+    numbers: ClassVar[str | None] = "values"
 
     @property
     def bits_of(self) -> Mapping[str, int]:

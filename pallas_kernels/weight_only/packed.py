@@ -118,6 +118,13 @@ class PackedWeight:
             raise ValueError(f"{inputs} and {outputs} are not the dims of a weight {self.inputs} by {self.outputs}.")
         return dataclasses.replace(self, inputs=inputs, outputs=outputs)
 
+    def with_numbers(self, dtype: jax.typing.DTypeLike) -> "PackedWeight":
+        """Return the weight with numbers that are stored as they are in another dtype, if its format has any."""
+        name = self.format.numbers
+        if name is None:
+            return self
+        return dataclasses.replace(self, arrays={**self.arrays, name: self.arrays[name].astype(dtype)})
+
     @property
     def device_bytes(self) -> int:
         """Size of the arrays in the memory of a device in bytes, where integers of up to 4 bits take half a byte."""

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxstack.compress.formats.sparse import Pattern
 from jaxstack.parallel import ParallelConfig, StepLayout, logical_axis_rules, make_mesh, make_rules, packed_product
 from jaxstack.parallel.packed_weights import place_packed
 from pallas_kernels import Choice, Grid, PackedWeight, lowering_platform, record_choices
 from pallas_kernels.weight_only.formats import Float8Format, RoundedInputFloat8Format
-from pallas_kernels.weight_only.packed import device_bytes, pack_float8, pack_lookup, pack_nearest
+from pallas_kernels.weight_only.packed import device_bytes, pack_float8, pack_lookup, pack_nearest, pack_two_of_four
 from tests.pallas_kernels.triton_interpreter import needs_triton
 
 OUT = 12
@@ -25,6 +26,8 @@ def pack(kind: str) -> PackedWeight:
         return pack_nearest(Grid(4, int(kind.removeprefix("int4-"))), W)
     if kind == "table":
         return pack_lookup(4, jnp.asarray(np.random.default_rng(0).integers(0, 16, W.shape)), W.reshape(-1)[None, :16])
+    if kind == "2:4":
+        return pack_two_of_four(Pattern(keep_of=(2, 4)).prune(W, jnp.abs(W)))
     if kind == "tables":
         return pack_lookup(4, jnp.asarray(np.random.default_rng(0).integers(0, 16, W.shape)), W.reshape(24, 16)[:3])
     if kind == "nf4":
@@ -38,7 +41,7 @@ def pack(kind: str) -> PackedWeight:
     return pack_nearest(Grid(8), W, round_inputs=kind == "w8a8")
 
 
-BY_PARTS = ("int4-8", "int4-32", "int8", "fp8", "fp8-dynamic", "table")
+BY_PARTS = ("int4-8", "int4-32", "int8", "fp8", "fp8-dynamic", "table", "2:4")
 BY_XLA = ("tables", "nf4", "w8a8")
 LAYERS = {
     "column": (("embed", "mlp"), (IN,), (OUT,)),

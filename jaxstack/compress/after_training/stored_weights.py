@@ -56,8 +56,10 @@ def layer_name(path: str) -> str:
 
 
 def as_stored(leaf: Any, recipe: Recipe) -> Any:
-    """Convert a parameter that no method has packed to the recipe's storage format for matrices or for vectors."""
-    if isinstance(leaf, PackedWeight) or leaf.ndim == 0:
+    """Convert a parameter to the recipe's storage format for matrices or for vectors; of a packed one only numbers."""
+    if isinstance(leaf, PackedWeight):
+        return leaf.with_numbers(recipe.store)
+    if leaf.ndim == 0:
         return leaf
     if leaf.ndim > 1:
         return leaf.astype(recipe.store)

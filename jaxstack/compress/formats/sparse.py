@@ -1,6 +1,7 @@
 """Sparse weights: a pattern of zeros, set by magnitude after training, and kept while a pruned model is trained.
 
-A pruned matrix is stored dense, zeros included. Weights are matrices W [out, in].
+A matrix with 2:4 sparsity is stored without its zeros, one with any other pattern with them. Weights are matrices
+W [out, in].
 """
 
 import dataclasses
@@ -13,9 +14,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field, model_validator
 
-from jaxstack.compress.base import AfterTraining, DuringTraining, Format, Method, Stored
+from jaxstack.compress.base import AfterTraining, Compressed, DuringTraining, Format, Method, Stored
 from jaxstack.compress.matrix import MatrixLayout
 from jaxstack.errors import ConfigError
+from pallas_kernels.weight_only.packed import pack_two_of_four
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,13 @@ class Pattern(Format):
             return None
         return f"the pattern {self} needs a multiple of {self.keep_of[1]} inputs; this layer has {inputs}"
 
-    def pack(self, w: Float[Array, "out in"]) -> Float[Array, "out in"]:
+    def pack(self, w: Float[Array, "out in"]) -> Compressed:
         """Return w with the weights of smallest magnitude set to zero (Han et al. 2015, arXiv:1506.02626)."""
-        return self.prune(w, jnp.abs(w))
+        return self.stored(self.prune(w, jnp.abs(w)))
+
+    def stored(self, w: Float[Array, "out in"]) -> Compressed:
+        """Return a matrix that has the pattern as it is stored: packed without its zeros, if the pattern is 2:4."""
+        return pack_two_of_four(w) if self.keep_of == (2, 4) else w
 
     def prune(self, w: Float[Array, "out in"], scores: Float[Array, "out in"], *, by_row: bool = False) -> jax.Array:
         """Return w with the weights of the smallest scores set to zero; see `zeros`."""
@@ -101,7 +107,7 @@ class KeptZeros(Format):
 
 
 class PruningMethod(Method):
-    """Base of methods that set a fraction of a matrix's weights to zero; the matrix is stored dense, zeros included."""
+    """Base of methods that set a fraction of a matrix's weights to zero; `Pattern.stored` packs the matrix."""
 
     sparsity: float = Field(default=0.5, gt=0, lt=1)
     """Share of the weights that become zero. Ignored with a pattern."""

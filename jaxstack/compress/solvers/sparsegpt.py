@@ -21,7 +21,7 @@ class SparseGpt(ColumnSweepMethod, PruningMethod):
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         found = sparsegpt(w, self.hessian(statistics), self.format, self.damping)
         self.warn_unless(found.valid, "pruned by magnitude")
-        return found.w
+        return self.format.stored(found.w)
 
 
 class Solution(NamedTuple):

@@ -17,7 +17,7 @@ class Wanda(PruningMethod, AfterTraining):
 
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         assert statistics is not None and statistics.square_sum is not None
-        return wanda(w, statistics.square_sum, self.format)
+        return self.format.stored(wanda(w, statistics.square_sum, self.format))
 
 
 def wanda(w: Float[Array, "out in"], square_sum: Float[Array, " in"], pattern: Pattern) -> Float[Array, "out in"]:
