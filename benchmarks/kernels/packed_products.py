@@ -37,19 +37,30 @@ import jax.numpy as jnp
 from benchmarks.arguments import positive
 from benchmarks.kernels.packed_tiles import sweep
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
+from jaxstack.compress.formats.sparse import Pattern
 from jaxstack.distributed.xla_options import packed_weight_options
 from jaxstack.models import ModelConfig, preset_config
 from pallas_kernels import PackedWeight, packed_matmul
 from pallas_kernels.weight_only import float8_products
-from pallas_kernels.weight_only.formats import Float8Format, LookupFormat, RoundedInputFloat8Format
-from pallas_kernels.weight_only.packed import pack_float8, pack_lookup, pack_nearest
+from pallas_kernels.weight_only.formats import (
+    Float8Format,
+    LookupFormat,
+    RoundedInputFloat8Format,
+    TwoOfFourFormat,
+)
+from pallas_kernels.weight_only.packed import pack_float8, pack_lookup, pack_nearest, pack_two_of_four
 from pallas_kernels.weight_only.rounding_grid import Grid
 from pallas_kernels.weight_only.xla import FLOAT8_OPTIONS
 
-FORMATS: Mapping[str, Grid | LookupFormat | Float8Format | None] = {
-    "bf16": None,
+SWEPT: Mapping[str, Grid | TwoOfFourFormat] = {
     "int8, a scale for each output": Grid(8),
     "int4, groups of 128": Grid(4, 128),
+    "2:4, values in bfloat16": TwoOfFourFormat(),
+}
+"""Formats whose tiles `--sweep` times."""
+FORMATS: Mapping[str, Grid | LookupFormat | Float8Format | TwoOfFourFormat | None] = {
+    "bf16": None,
+    **SWEPT,
     "4 bits, a table of 16 values": LookupFormat(4),
     "3 bits, a table of 8 values": LookupFormat(3),
     "fp8, a scale for each output": Float8Format(),
@@ -61,7 +72,9 @@ Row = dict[str, Any]
 Weight = jax.Array | PackedWeight
 
 
-def make_weights(format: Grid | LookupFormat | Float8Format | None, width: int, inner: int, pairs: int) -> list[Weight]:
+def make_weights(
+    format: Grid | LookupFormat | Float8Format | TwoOfFourFormat | None, width: int, inner: int, pairs: int
+) -> list[Weight]:
     """Return random weights [in, out], of alternating sizes (width, 2 inner) and (inner, width)."""
 
     def make(key: jax.Array, inputs: int, outputs: int) -> Weight:
@@ -70,6 +83,8 @@ def make_weights(format: Grid | LookupFormat | Float8Format | None, width: int, 
             return w.T.astype(jnp.bfloat16)
         if isinstance(format, Grid):
             return pack_nearest(format, w)
+        if isinstance(format, TwoOfFourFormat):
+            return pack_two_of_four(Pattern(keep_of=(2, 4)).prune(w, jnp.abs(w)).astype(jnp.bfloat16))
         if isinstance(format, Float8Format):
             scales = jnp.full((outputs, 1), 2.0**-6 / inputs**0.5, jnp.bfloat16)
             return pack_float8(w / scales, scales, round_inputs=isinstance(format, RoundedInputFloat8Format))
@@ -209,7 +224,7 @@ def main() -> None:
         sizes = {name: (config.hidden_size, config.feed_forward_size) for name, config in configs.items()}
         shapes = [shape for config in configs.values() for shape in joined_matrices(config)]
     if arguments.sweep:
-        sweep(shapes, arguments)
+        sweep(shapes, {name: SWEPT[name] for name in arguments.formats if name in SWEPT}, arguments)
         return
     for rows in arguments.rows:
         for name, (width, inner) in sizes.items():

@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from jaxstack.distributed.xla_options import packed_weight_options
 from pallas_kernels import PackedWeight
 from pallas_kernels.target import multiprocessors
 from pallas_kernels.weight_only import triton, xla
+from pallas_kernels.weight_only.formats import TwoOfFourFormat
 from pallas_kernels.weight_only.packed import pack_integers
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
 from pallas_kernels.weight_only.rounding_grid import Grid
 
-GRIDS = {"int8": Grid(8), "int4": Grid(4, 128)}
+Packing = Grid | TwoOfFourFormat
 COLUMNS = ("weight", "out", "in", "rows", "variant", "microseconds", "speedup", "bandwidth", "error", "problem")
 TILE_FIELDS = ("block_out", "block_in", "ranges", "slices", "warps", "stages")
 _BYTES = 2**27
@@ -109,7 +110,9 @@ def time_calls(run: Callable[[], Any], calls: int = 4) -> float:
     return (time.perf_counter() - began) / calls
 
 
-def sweep(shapes: Sequence[tuple[int, int]], arguments: argparse.Namespace) -> list[Row]:
+def sweep(
+    shapes: Sequence[tuple[int, int]], formats: Mapping[str, Packing], arguments: argparse.Namespace
+) -> list[Row]:
     """Time every tile with matrices [out, in]; write all times to `arguments.sweep`, and print the fastest."""
     rows: list[Row] = []
     path = Path(arguments.sweep)
@@ -117,17 +120,17 @@ def sweep(shapes: Sequence[tuple[int, int]], arguments: argparse.Namespace) -> l
     works = [(outputs, inputs, count) for outputs, inputs in shapes for count in arguments.rows]
     for outputs, inputs, count in works:
         began = time.perf_counter()
-        rows += _time_shape(outputs, inputs, count, arguments)
+        rows += _time_shape(outputs, inputs, count, formats, arguments)
         path.write_text(json.dumps(rows, indent=1))
         print(f"[{outputs}, {inputs}] at {count} rows: {time.perf_counter() - began:.1f} s", flush=True)
-    _print_fastest(rows, works)
+    _print_fastest(rows, works, formats)
     return rows
 
 
-def _print_fastest(rows: list[Row], works: Sequence[tuple[int, int, int]]) -> None:
+def _print_fastest(rows: list[Row], works: Sequence[tuple[int, int, int]], formats: Mapping[str, Packing]) -> None:
     shown = [row for row in rows if row.get("problem")]
     lines = []
-    for kind, (outputs, inputs, count) in itertools.product(("bf16", *GRIDS), works):
+    for kind, (outputs, inputs, count) in itertools.product(("bf16", *formats), works):
         key = (kind, outputs, inputs, count)
         here = [r for r in rows if (r["weight"], r["out"], r["in"], r["rows"]) == key and not r.get("problem")]
         here.sort(key=lambda row: row["microseconds"])
@@ -135,17 +138,21 @@ def _print_fastest(rows: list[Row], works: Sequence[tuple[int, int, int]]) -> No
         tile = next((row["tile"] for row in here if row["tile"]), None)
         if tile is not None:
             blocks = ", ".join(str(tile[name]) for name in TILE_FIELDS)
-            lines.append(f"    ({GRIDS[kind].bits}, {outputs}, {inputs}, {triton.padded_rows(count)}): Tile({blocks}),")
+            packing = formats[kind]
+            bits = packing.bits if isinstance(packing, Grid) else 16
+            lines.append(f"    ({bits}, {outputs}, {inputs}, {triton.padded_rows(count)}): Tile({blocks}),")
     print_table(shown, COLUMNS)
     print("\n".join(["Lines for `MEASURED` in pallas_kernels/weight_only/triton.py:", *lines]))
 
 
-def _time_shape(outputs: int, inputs: int, rows: int, arguments: argparse.Namespace) -> list[Row]:
+def _time_shape(
+    outputs: int, inputs: int, rows: int, formats: Mapping[str, Packing], arguments: argparse.Namespace
+) -> list[Row]:
     x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
     works: list[Work] = []
     expected: dict[str, jax.Array] = {}
-    for kind in ("bf16", *GRIDS):
-        weights = _weights(GRIDS.get(kind), outputs, inputs, arguments.tiny)
+    for kind in ("bf16", *formats):
+        weights = _weights(formats.get(kind), outputs, inputs, arguments.tiny)
         dense = weights[0].dense() if isinstance(weights[0], PackedWeight) else weights[0].astype(jnp.float32)
         expected[kind] = jnp.matmul(x.astype(jnp.float32), dense, precision=jax.lax.Precision.HIGHEST)
         same = {"weight": kind, "out": outputs, "in": inputs, "rows": rows}
@@ -208,6 +215,8 @@ def _keeps_busy(plan: triton.ProductPlan, tile: triton.Tile) -> bool:
     if triton.tile_problem(plan) is not None:
         return False
     weights = tile.block_out * tile.block_in * tile.slices // plan.halves
+    if plan.two_of_four:  # half as many values of two bytes, and a bit for each input
+        weights += weights // 8
     activations = 2 * plan.padded_rows * tile.block_in * tile.slices
     shared = (tile.stages - 1) * (weights + activations) + 1024
     threads = 32 * tile.warps
@@ -227,20 +236,30 @@ def _keeps_busy(plan: triton.ProductPlan, tile: triton.Tile) -> bool:
     return waste <= _LARGEST_WASTE and resident * tile.warps >= _LEAST_WARPS and loaded >= _LEAST_LOADED
 
 
-def _weights(grid: Grid | None, outputs: int, inputs: int, tiny: bool) -> list[Any]:
+def _weights(grid: Packing | None, outputs: int, inputs: int, tiny: bool) -> list[Any]:
     """Return random weights, as many as exceed the cache together."""
 
     def make(key: jax.Array) -> Any:
         if grid is None:
             return jax.random.normal(key, (inputs, outputs), jnp.bfloat16)
+        if isinstance(grid, TwoOfFourFormat):
+            return random_two_of_four(key, outputs, inputs)
         low, high = grid.limits
         q = jax.random.randint(key, (outputs, inputs), low, high + 1, jnp.int8)
         scales = 2.0 ** jax.random.uniform(key, (outputs, grid.groups(inputs)), minval=-2.0)
         return pack_integers(grid, q, scales.astype(jnp.bfloat16))
 
-    size = outputs * inputs * (16 if grid is None else grid.bits) // 8
+    size = outputs * inputs * (16 if grid is None else 9 if isinstance(grid, TwoOfFourFormat) else grid.bits) // 8
     count = 2 if tiny else max(2, -(-_BYTES // size))
     return [jax.jit(make)(key) for key in jax.random.split(jax.random.key(0), count)]
+
+
+def random_two_of_four(key: jax.Array, outputs: int, inputs: int) -> PackedWeight:
+    """Return a weight of random numbers with 2:4 sparsity, in bfloat16."""
+    patterns = jnp.asarray([bits for bits in range(16) if bits.bit_count() == 2], jnp.uint4)
+    values = jax.random.normal(key, (outputs, inputs // 2), jnp.bfloat16)
+    kept = jax.random.choice(key, patterns, (outputs, inputs // 4))
+    return PackedWeight({"values": values, "kept": kept}, TwoOfFourFormat(), (inputs,), (outputs,))
 
 
 def _size(weight: Any) -> int:

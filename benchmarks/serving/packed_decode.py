@@ -14,6 +14,7 @@ Weights are random. Greedy, by `Decoder.generate`, host and all; the fastest of 
     int4, bf16 head  the same with the head in the compute dtype
     fp8              layers in FP8 with a scale for each output, the head in the compute dtype
     fp8-dynamic      the same; products of many rows round their inputs to FP8 too
+    2of4             layers with 2:4 sparsity in the compute dtype, without their zeros; the head in the compute dtype
 
 A step reads all weights but the input embedding, and the filled part of the cache. `bound` is the bytes of bf16 divided
 by those of the variant: the speedup at equal bandwidth. The prefill is the time to the first token of each text. The
@@ -21,6 +22,7 @@ head of a tied model is never packed here. Rows are appended to benchmarks/resul
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import math
@@ -37,6 +39,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.arguments import positive
+from benchmarks.kernels.packed_tiles import random_two_of_four
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from benchmarks.serving.generate import VOCABULARY, bandwidth, measure
 from jaxstack.checkpoint.compressed import named_leaves
@@ -51,14 +54,14 @@ from jaxstack.parameter_paths import nest
 from jaxstack.run.setting import decoding_layout
 from jaxstack.run_config import RunConfig, load_config
 from pallas_kernels import Grid, PackedWeight, record_choices
-from pallas_kernels.weight_only.formats import Float8Format, RoundedInputFloat8Format
+from pallas_kernels.weight_only.formats import Float8Format, RoundedInputFloat8Format, TwoOfFourFormat
 from pallas_kernels.weight_only.packed import pack_float8, pack_integers
 
 SCRIPT = "packed_decode"
 COLUMNS = ("work", "variant", "milliseconds", "speedup", "bound", "gigabytes_per_second", "share",
            "prefill_milliseconds", "prefill_speedup", "backends")  # fmt: skip
-Packing = Grid | Float8Format
-"""Grid of integers, or FP8 with or without rounded inputs."""
+Packing = Grid | Float8Format | TwoOfFourFormat
+"""Grid of integers, FP8 with or without rounded inputs, or 2:4 sparsity."""
 INT8 = Grid(8)
 INT4 = Grid(4, 128)
 VARIANTS: Mapping[str, tuple[Packing | None, Packing | None]] = {
@@ -69,6 +72,7 @@ VARIANTS: Mapping[str, tuple[Packing | None, Packing | None]] = {
     "int4, bf16 head": (INT4, None),
     "fp8": (Float8Format(), None),
     "fp8-dynamic": (RoundedInputFloat8Format(), None),
+    "2of4": (TwoOfFourFormat(), None),
 }
 """Name -> how the layers and the head are packed; None: the compute dtype."""
 TINY = {"vocab_size": 512, "hidden_size": 128, "num_layers": 2, "num_heads": 2, "intermediate_size": 256}
@@ -80,6 +84,10 @@ Row = dict[str, Any]
 def random_weight(key: jax.Array, packing: Packing, layout: MatrixLayout) -> PackedWeight:
     """Return a packed weight whose outputs are about as large as its inputs."""
     outputs, inputs = layout.size
+    if isinstance(packing, TwoOfFourFormat):
+        weight = random_two_of_four(key, outputs, inputs)
+        scaled = {**weight.arrays, "values": weight.arrays["values"] / math.sqrt(inputs / 2)}
+        return dataclasses.replace(weight, arrays=scaled).with_dims(*layout.dims)
     if isinstance(packing, Float8Format):
         numbers = 64 * jax.random.normal(key, (outputs, inputs), jnp.bfloat16)
         scales = jnp.full((outputs, 1), 1 / (64 * math.sqrt(inputs)), jnp.bfloat16)

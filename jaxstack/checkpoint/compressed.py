@@ -3,7 +3,9 @@
 `compressed/` in a run directory holds
 
     compressed.json       step, the format of each packed weight, and the SHA-256 of each file; written last
-    model*.safetensors    plain parameters by path; arrays of packed weights as `PATH:NAME`, integers as bit streams
+    model*.safetensors    plain parameters by path; arrays of packed weights as `PATH:NAME`, integers as bit streams;
+                          plain ones that are smaller so, such as pruned ones, as `PATH:mask`, a bit for each value,
+                          and `PATH:values`, those that are not zero
 """
 
 import dataclasses
@@ -32,6 +34,8 @@ from pallas_kernels.weight_only.packed import is_packed
 FOLDER = "compressed"
 MANIFEST = "compressed.json"
 VERSION = 1
+_WITHOUT_ZEROS = "without zeros"
+"""Format, in the manifest, of plain parameters that are stored as mask and values."""
 _SHARD_BYTES = 5 * 10**9
 
 Params: TypeAlias = dict[str, Any]
@@ -85,6 +89,8 @@ def write_leaves(
         for path, leaf in leaves:
             if is_packed(leaf):
                 weights[path] = _describe(leaf)
+            elif is_smaller_without_zeros(leaf):
+                weights[path] = {"format": _WITHOUT_ZEROS, "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
             yield from _tensors({path: leaf})
 
     write_weights(folder, tensors(), file_bytes)
@@ -142,7 +148,8 @@ def describe_compressed(directory: str | Path) -> dict[str, PackedWeight]:
     """
     if not is_compressed(directory):
         return {}
-    return {path: _abstract(known) for path, known in _read_manifest(Path(directory) / FOLDER)["weights"].items()}
+    known = _read_manifest(Path(directory) / FOLDER)["weights"]
+    return {path: _abstract(one) for path, one in known.items() if one["format"] != _WITHOUT_ZEROS}
 
 
 def _abstract(known: Mapping[str, Any]) -> PackedWeight:
@@ -188,7 +195,13 @@ def unpack_vectors(leaves: Mapping[str, Any]) -> dict[str, Any]:
 def _tensors(leaves: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     for path, leaf in leaves.items():
         if not is_packed(leaf):
-            yield path, np.asarray(leaf)
+            array = np.asarray(leaf)
+            if is_smaller_without_zeros(leaf):
+                mask = _has_bits(array)
+                yield f"{path}:mask", np.packbits(mask.reshape(-1), bitorder="little")
+                yield f"{path}:values", array[mask]
+            else:
+                yield path, array
             continue
         bits = leaf.format.bits_of
         for name, array in leaf.arrays.items():
@@ -199,6 +212,36 @@ def _tensors(leaves: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
                 stored = np.asarray(array)
                 # safetensors reads no FP8 into NumPy.
                 yield f"{path}:{name}", stored.view(np.uint8) if stored.dtype.itemsize == 1 else stored
+
+
+def stored_bytes(leaf: Any) -> int:
+    """Return the bytes of a parameter on disk: a pruned plain matrix takes a bit for each value, and those not zero."""
+    if is_packed(leaf):
+        return leaf.stored_bytes
+    return min(leaf.size * leaf.dtype.itemsize, _bytes_without_zeros(leaf))
+
+
+def is_smaller_without_zeros(leaf: Any) -> bool:
+    """Return True if a plain array takes fewer bytes as a bit for each value, and the values that are not zero."""
+    return _bytes_without_zeros(leaf) < leaf.size * leaf.dtype.itemsize
+
+
+def _bytes_without_zeros(leaf: Any) -> int:
+    kept = int(np.count_nonzero(_has_bits(np.asarray(leaf))))
+    return -(-leaf.size // 8) + kept * leaf.dtype.itemsize
+
+
+def _has_bits(array: np.ndarray) -> np.ndarray:
+    """Return which values have any bit set: not 0, as which -0 does not count."""
+    return array.view(f"u{array.dtype.itemsize}") != 0
+
+
+def _with_zeros(known: Mapping[str, Any], parts: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the array that was stored as `mask` and `values`."""
+    shape = tuple(known["shape"])
+    array = np.zeros(shape, jnp.dtype(known["dtype"]))
+    array[np.unpackbits(parts["mask"], count=array.size, bitorder="little").reshape(shape) == 1] = parts["values"]
+    return array
 
 
 def _describe(weight: PackedWeight) -> dict[str, Any]:
@@ -218,6 +261,8 @@ def _format(described: Mapping[str, Any]) -> Format:
 
 
 def _unpacked(value: np.ndarray, described: Mapping[str, Any], part: str) -> np.ndarray:
+    if described["format"] == _WITHOUT_ZEROS:
+        return value
     bits = _format(described).bits_of
     known = described["arrays"][part]
     if part not in bits:
@@ -230,6 +275,8 @@ def _make_leaf(
     path: str, value: Any, *, weights: Mapping[str, Any], place: Place | None, mesh: jax.sharding.Mesh | None
 ) -> Any:
     known = weights.get(path)
+    if known is not None and known["format"] == _WITHOUT_ZEROS:
+        known, value = None, _with_zeros(known, value)
     stack = () if known is None else tuple(known.get("stack", ()))
     shape = value.shape if known is None else (*stack, *known["inputs"], *known["outputs"])
     sharding = None

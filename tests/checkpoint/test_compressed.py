@@ -5,12 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.checkpoint.compressed import FOLDER, MANIFEST, is_compressed, read_compressed, write_compressed
+from jaxstack.checkpoint.compressed import (
+    FOLDER,
+    MANIFEST,
+    describe_compressed,
+    is_compressed,
+    read_compressed,
+    stored_bytes,
+    write_compressed,
+)
 from jaxstack.compress.after_training.stored_weights import as_stored
 from jaxstack.compress.config import Keep, Recipe
+from jaxstack.compress.formats.sparse import Pattern
 from jaxstack.errors import JaxstackError
 from pallas_kernels import Grid
-from pallas_kernels.weight_only.packed import pack_integers, pack_lookup, pack_low_rank
+from pallas_kernels.weight_only.packed import pack_integers, pack_lookup, pack_low_rank, pack_two_of_four
 
 
 def parameters():
@@ -23,6 +32,8 @@ def parameters():
         "b": {"kernel": pack_lookup(3, indices, w[:1, :8]), "bias": w[0]},
         "c": pack_low_rank(w[:, :2].astype(jnp.bfloat16), w[:2].astype(jnp.bfloat16)),
         "d": w.astype(jnp.bfloat16),
+        "e": {"pruned": jnp.where(jnp.abs(w) < 0.7, 0, w).at[0, 0].set(-0.0).astype(jnp.bfloat16)},
+        "f": pack_two_of_four(Pattern(keep_of=(2, 4)).prune(w, jnp.abs(w)).astype(jnp.bfloat16)),
     }
 
 
@@ -35,6 +46,7 @@ def test_a_round_trip_keeps_every_bit_and_format(tmp_path):
     for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
+        np.testing.assert_array_equal(np.signbit(one), np.signbit(other))
 
 
 def test_a_vector_in_integers_is_a_plain_array_again(tmp_path):
@@ -54,6 +66,17 @@ def test_integers_take_their_bits_on_disk(tmp_path):
     write_compressed(tmp_path, {"a": parameters()["b"]["kernel"]}, 1)
     size = (tmp_path / FOLDER / "model.safetensors").stat().st_size
     assert 36 + 32 < size < 36 + 32 + 300, "96 indices of 3 bits, 8 float32, and a header"
+
+
+def test_zeros_of_a_pruned_matrix_take_a_bit_on_disk(tmp_path):
+    pruned = jnp.zeros((30, 20), jnp.bfloat16).at[3, 4:8].set(1.5)
+    write_compressed(tmp_path, {"a": pruned, "dense": jnp.ones((3, 4))}, 1)
+    size = (tmp_path / FOLDER / "model.safetensors").stat().st_size
+    assert stored_bytes(pruned) == 75 + 4 * 2 and stored_bytes(jnp.ones((3, 4))) == 48
+    assert 83 + 48 < size < 83 + 48 + 300, "and a header"
+    assert describe_compressed(tmp_path) == {}
+    found = read_compressed(tmp_path)[0]
+    np.testing.assert_array_equal(found["a"], pruned)
 
 
 def test_a_changed_file_is_one_message(tmp_path):

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstack.checkpoint.compressed import named_leaves, write_leaves
+from jaxstack.checkpoint.compressed import named_leaves, stored_bytes, write_leaves
 from jaxstack.compress.after_training.calibrate import LayerRunner
 from jaxstack.compress.after_training.layerwise import LayerCompression, Part
 from jaxstack.compress.after_training.report import CompressionReport, WeightRow
-from jaxstack.compress.after_training.stored_weights import as_stored, describe_weight, stored_bytes
+from jaxstack.compress.after_training.stored_weights import as_stored, describe_weight
 from jaxstack.compress.base import AfterTraining, compress_weight, method_name
 from jaxstack.compress.config import Recipe
 from jaxstack.compress.matrix import MatrixLayout, forward_order_key

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from jaxstack.checkpoint.compressed import (
     dense_parameter,
     named_leaves,
+    stored_bytes,
     unpack_vectors,
     write_compressed,
 )
@@ -15,7 +16,7 @@ from jaxstack.compress.after_training.calibrate import read_calibration
 from jaxstack.compress.after_training.from_disk import DiskCompression
 from jaxstack.compress.after_training.layerwise import LayerwiseResult, compress_layers
 from jaxstack.compress.after_training.report import CompressionReport, WeightRow, write_report
-from jaxstack.compress.after_training.stored_weights import as_stored, describe_weight, layer_name, stored_bytes
+from jaxstack.compress.after_training.stored_weights import as_stored, describe_weight, layer_name
 from jaxstack.compress.base import AfterTraining, DuringTraining, compress_weight, method_name
 from jaxstack.compress.config import CompressionConfig, Recipe, choose_methods, load_recipe
 from jaxstack.compress.matrix import MatrixLayout, compressible_weights, forward_order_key, other_parameters

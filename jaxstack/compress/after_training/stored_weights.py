@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstack.checkpoint.compressed import dense_parameter
+from jaxstack.checkpoint.compressed import dense_parameter, stored_bytes
 from jaxstack.compress.after_training.report import WeightRow
 from jaxstack.compress.base import AfterTraining, method_name
 from jaxstack.compress.config import Recipe
@@ -68,8 +68,3 @@ def as_stored(leaf: Any, recipe: Recipe) -> Any:
     row = MatrixLayout(leaf.shape, stack=0, inputs=1)
     blocks = SharedExponents(Grid(8, math.gcd(64, leaf.size)))
     return row.from_compressed(blocks.pack(row.to_matrices(leaf)))
-
-
-def stored_bytes(leaf: Any) -> int:
-    """Return the bytes of a parameter as it is stored."""
-    return leaf.stored_bytes if isinstance(leaf, PackedWeight) else leaf.size * leaf.dtype.itemsize
