@@ -70,6 +70,7 @@ def test_places_count_from_that_of_the_process(monkeypatch):
 
 
 def test_processes_have_different_first_gpus(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     chosen = [other_first_gpu(str(tmp_path / "processes"))["CUDA_VISIBLE_DEVICES"] for _ in range(4)]
     assert chosen == ["4,5,6", "5,6,4", "6,4,5", "4,5,6"]
@@ -78,6 +79,7 @@ def test_processes_have_different_first_gpus(monkeypatch, tmp_path):
 
 
 def test_a_turn_rotates_the_gpus_before_jax_starts(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "lock"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     first = Turn()
