@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxstack.errors import ConfigError
 from jaxstack.parallel.overlap import AXIS, sum_over_tensor
 from jaxstack.parallel.rules import Names, axes_of
 from jaxstack.parallel.sharding_context import ShardingContext, current_context, is_sharded
@@ -34,11 +35,17 @@ def place_packed(
       weight: the packed weight, whose arrays may be NumPy's.
       sharding: the layout of the plain weight; None: one device.
       transposed: True if the plain weight is [out, in], as the table of an embedding.
+
+    Raises:
+      ConfigError: a part of an expert's matrix would end within inputs that are stored together.
     """
     if not isinstance(sharding, NamedSharding):
         return dataclasses.replace(weight, arrays={k: jnp.asarray(array) for k, array in weight.arrays.items()})
     mesh = cast(Mesh, sharding.mesh)
-    weight = weight.divisible(*_part_sizes(weight, _split_dims(weight, sharding.spec, transposed), mesh))
+    parts = _part_sizes(weight, _split_dims(weight, sharding.spec, transposed), mesh)
+    weight = weight.divisible(*parts)
+    if weight.stack:  # whose matrices each device multiplies as it stores them
+        _check_parts(weight, parts)
     specs = packed_specs(weight, sharding.spec, mesh, transposed)
     placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in weight.arrays.items()}
     return dataclasses.replace(weight, arrays=placed)
@@ -130,6 +137,21 @@ def _row_spec(context: ShardingContext, rows: tuple[int, ...]) -> tuple[Any, ...
     """Return the mesh axes of each dim of the rows of a product, of which the first are batch and length."""
     known = context.rules.spec(("batch", "length")[: len(rows)], rows[:2])
     return _padded(known, len(rows))
+
+
+def _check_parts(weight: PackedWeight, parts: tuple[int, int]) -> None:
+    """Check that the parts of a matrix on the devices end where it can be cut.
+
+    Raises:
+      ConfigError: they do not.
+    """
+    names = zip(("outputs", "inputs"), parts, weight.format.unit(weight.arrays), strict=True)
+    for name, part, unit in names:
+        if part % unit:
+            raise ConfigError(
+                f"each device's part of the {name} of an expert ({part}) must be a multiple of {unit}, as the format "
+                f"{weight.format.name} stores {unit} together; split the experts less (parallel.fsdp, parallel.tensor)."
+            )
 
 
 def _split_dims(weight: PackedWeight, spec: jax.P, transposed: bool = False) -> dict[str, Any]:

@@ -288,7 +288,7 @@ class TileFloatFormat(Format):
 
     @property
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
-        return {"q": ("out", "in"), "exponents": (None, None)}
+        return {"q": ("out", "in"), "exponents": ("out", "in")}
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         return arrays["q"].astype(jnp.float32) * self.scales(arrays)

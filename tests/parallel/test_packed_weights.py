@@ -1,5 +1,6 @@
 """Products of packed weights on several devices: each reads its own part, and the results are those of one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,11 +9,20 @@ import numpy as np
 import pytest
 
 from jaxstack.compress.formats.sparse import Pattern
+from jaxstack.errors import ConfigError
 from jaxstack.parallel import ParallelConfig, StepLayout, logical_axis_rules, make_mesh, make_rules, packed_product
 from jaxstack.parallel.packed_weights import place_packed
 from pallas_kernels import Choice, Grid, PackedWeight, lowering_platform, record_choices
 from pallas_kernels.weight_only.formats import Float8Format, RoundedInputFloat8Format
-from pallas_kernels.weight_only.packed import device_bytes, pack_float8, pack_lookup, pack_nearest, pack_two_of_four
+from pallas_kernels.weight_only.packed import (
+    device_bytes,
+    pack_float8,
+    pack_lookup,
+    pack_nearest,
+    pack_tile_float,
+    pack_two_of_four,
+    stack_packed,
+)
 from tests.pallas_kernels.triton_interpreter import needs_triton
 
 OUT = 12
@@ -26,6 +36,10 @@ def pack(kind: str) -> PackedWeight:
         return pack_nearest(Grid(4, int(kind.removeprefix("int4-"))), W)
     if kind == "table":
         return pack_lookup(4, jnp.asarray(np.random.default_rng(0).integers(0, 16, W.shape)), W.reshape(-1)[None, :16])
+    if kind == "tiles":  # of 4 x 16
+        random = np.random.default_rng(0)
+        q = random.integers(-8, 8, W.shape)
+        return pack_tile_float(4, jnp.asarray(q), jnp.asarray(random.integers(-3, 3, (3, 2))))
     if kind == "2:4":
         return pack_two_of_four(Pattern(keep_of=(2, 4)).prune(W, jnp.abs(W)))
     if kind == "tables":
@@ -104,6 +118,28 @@ def test_each_device_has_its_share_of_the_bytes(kind, layer):
         part = array.addressable_shards[0].data
         whole = name == "codebook" or (layer == "row" and array.shape[-1] == 1)  # what all parts share
         assert device_bytes(part) == device_bytes(array) // (1 if whole else 2), name
+
+
+@pytest.mark.parametrize("layer", ["column", "row"])
+@pytest.mark.parametrize("kind", ["tiles", *BY_PARTS, "fp8-blocks", "nf4"])
+def test_what_a_device_stores_is_its_part_of_the_matrix(kind, layer):
+    names, inputs, outputs = LAYERS[layer]
+    weight = pack(kind).with_dims(inputs, outputs)
+    placed = place(weight, rules(tensor=2), names)
+    cut = np.split(np.asarray(weight.matrix()), 2, axis=0 if layer == "column" else 1)
+    for device, expected in enumerate(cut):
+        arrays = {name: array.addressable_shards[device].data for name, array in placed.arrays.items()}
+        np.testing.assert_array_equal(dataclasses.replace(placed, arrays=arrays).matrix(), expected)
+
+
+def test_a_part_of_an_expert_cannot_end_within_four_inputs_of_which_two_are_stored():
+    """24 inputs, of which each of two devices has 12, and each of four 6."""
+    weight = stack_packed([pack_two_of_four(Pattern(keep_of=(2, 4)).prune(W[:, :24], jnp.abs(W[:, :24])))] * 2)
+    assert weight is not None
+    names = ("expert", "mlp", "embed")
+    assert place(weight, rules(tensor=2), names).arrays["kept"].addressable_shards[0].data.shape == (2, OUT, 3)
+    with pytest.raises(ConfigError, match=r"part of the inputs of an expert \(6\) must be a multiple of 4"):
+        place(weight, rules(tensor=4), names)
 
 
 def test_a_group_that_a_part_would_cut_is_stored_as_smaller_groups():
