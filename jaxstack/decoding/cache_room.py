@@ -1,7 +1,7 @@
 """The engine's cache of keys, values and states: its shapes, its bytes, and how much of it fits the devices' memory."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, PyTree
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh, Params
 from jaxstack.decoding.rows import Pages
+from jaxstack.distributed.coordination import all_gather
 from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.paged_cache import PagedKeys
@@ -20,6 +21,8 @@ from jaxstack.observe.nvml import available_bytes
 from jaxstack.parallel.sharding_context import logical_axis_rules
 
 _DEFAULT_CONTEXT = 4096
+_AGREE_SECONDS = 3600
+"""Time limit of an agreement of the processes, of which one may still read weights."""
 _LOGITS_COPIES = 3
 """Float32 arrays of the size of the logits that sampling holds at least: the logits, sorted logits and their ids."""
 
@@ -134,16 +137,31 @@ def token_limit(models: Sequence[ModelOnMesh], config: EngineConfig) -> int:
     return context
 
 
-def usable_bytes(model: ModelOnMesh) -> int | None:
-    """Return the bytes of device memory that weights and cache can take, summed over all devices; None if unknown.
+def usable_per_device(model: ModelOnMesh) -> int | None:
+    """Return the bytes of each device's memory that XLA can get, of the device with the least; None if unknown.
 
-    What other programs hold of a GPU is none of them.
+    Memory that other programs hold is not counted. Processes that run a model together get the same number, so that
+    their caches have the same size; all of them must call this.
+
+    Raises:
+      JaxstackError: another process does not answer in time.
     """
     limit = memory_per_device()
-    if limit is None:
-        return None
-    available = min([limit, *(found for found in available_bytes(jax.local_devices()) if found is not None)])
-    return int(available * model.device_count * model.memory_share)
+    own = None if limit is None else _least([limit, *available_bytes(jax.local_devices())])
+    if not model.rules.mesh.is_multi_process:
+        return own
+    return _least(all_gather("usable-memory", own, _AGREE_SECONDS))
+
+
+def _least(sizes: Iterable[int | None]) -> int | None:
+    """Return the smallest size that is known; None if none is."""
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def usable_bytes(model: ModelOnMesh) -> int | None:
+    """Return the bytes that weights and cache can take, summed over all devices; see `usable_per_device`."""
+    available = usable_per_device(model)
+    return None if available is None else int(available * model.device_count * model.memory_share)
 
 
 def free_bytes(models: Sequence[ModelOnMesh], config: EngineConfig, units: CacheUnits, total: int) -> float:

@@ -4,11 +4,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from jaxstack.decoding.adapter_places import AdapterPlaces
-from jaxstack.decoding.cache_room import cache_units, choose_room, free_bytes, token_limit, usable_bytes
+from jaxstack.decoding.cache_room import (
+    cache_units,
+    choose_room,
+    free_bytes,
+    token_limit,
+    usable_bytes,
+    usable_per_device,
+)
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.mtp_draft import draft_cache_bytes, predicts_tokens
-from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.observe.number_format import byte_size
 
 
@@ -42,7 +48,7 @@ def describe_memory(model: ModelOnMesh, config: EngineConfig, draft: ModelOnMesh
         rows.append(("states of requests", units.slots + kept, states))
     rows.append(("logits of a step", units.sampling, f"{room.slots:,} slots, at least"))
     used = sum(count for _, count, _ in rows)
-    available = memory_per_device()
+    available = usable_per_device(model)
     devices = model.device_count
     lines = [f"{devices} device(s), memory unknown"]
     if available is not None:

@@ -16,13 +16,28 @@ from tests.serve.tiny import open_tiny
 MEMORY = 4_000_000
 
 
+def model_on(devices: int, *, several_processes: bool = False) -> Any:
+    mesh = SimpleNamespace(is_multi_process=several_processes)
+    return SimpleNamespace(device_count=devices, memory_share=1.0, rules=SimpleNamespace(mesh=mesh))
+
+
 def test_memory_that_other_programs_hold_is_not_usable(monkeypatch):
-    model: Any = SimpleNamespace(device_count=2, memory_share=1.0)
     monkeypatch.setattr(cache_room, "memory_per_device", lambda: MEMORY)
     monkeypatch.setattr(cache_room, "available_bytes", lambda devices: [None, 3 * MEMORY, MEMORY // 2])
-    assert cache_room.usable_bytes(model) == MEMORY
+    assert cache_room.usable_bytes(model_on(2)) == MEMORY
     monkeypatch.setattr(cache_room, "available_bytes", lambda devices: [None, 3 * MEMORY])
-    assert cache_room.usable_bytes(model) == 2 * MEMORY
+    assert cache_room.usable_bytes(model_on(2)) == 2 * MEMORY
+
+
+def test_processes_that_run_a_model_together_count_with_the_same_memory(monkeypatch):
+    """Otherwise the caches, and so the programs, of one mesh would have different shapes."""
+    others = [MEMORY // 4, None]
+    monkeypatch.setattr(cache_room, "memory_per_device", lambda: MEMORY)
+    monkeypatch.setattr(cache_room, "all_gather", lambda name, own, seconds: [own, *others])
+    assert cache_room.usable_bytes(model_on(4, several_processes=True)) == MEMORY
+    assert cache_room.usable_bytes(model_on(4)) == 4 * MEMORY
+    others[0] = 2 * MEMORY
+    assert cache_room.usable_bytes(model_on(4, several_processes=True)) == 4 * MEMORY
 
 
 @pytest.mark.longer
