@@ -244,7 +244,8 @@ def cast_shapes(module: ModuleArrays, rules: AxisRules) -> Params:
 def cast_matrices(module: ModuleArrays, params: Params, rules: AxisRules) -> Params:
     """Cast the model's matrices to the compute dtype once, instead of each time that a layer uses them.
 
-    Routers keep their dtype, packed weights their format, and parameters with `KEEP_FLOAT32` in their metadata float32.
+    Routers keep their dtype, and parameters with `KEEP_FLOAT32` in their metadata float32. Packed weights keep their
+    format; of those that hold values as they are, these are cast.
     """
 
     def casts(names: Sequence[str | None] | None, shape: Sequence[int], metadata: Mapping[str, object]) -> bool:
@@ -252,8 +253,12 @@ def cast_matrices(module: ModuleArrays, params: Params, rules: AxisRules) -> Par
 
     wanted = module.map_parameters(casts, rules)
 
+    dtype = module.dtype or jnp.float32
+
     def cast(x, wanted):
-        return x.astype(module.dtype) if wanted else x
+        if not wanted:
+            return x
+        return x.with_numbers(dtype) if is_packed(x) else x.astype(dtype)
 
     return jax.tree.map(cast, params, wanted, is_leaf=is_packed)
 

@@ -3,11 +3,12 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jaxstack.decoding.decode import DECODING_LAYOUT
+from jaxstack.decoding.decode import DECODING_LAYOUT, cast_matrices
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
@@ -16,6 +17,7 @@ from jaxstack.models.moe.router import MoEConfig
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, StepLayout, make_mesh, make_rules
 from pallas_kernels import lowering_platform
+from pallas_kernels.weight_only.packed import pack_two_of_four
 
 CONFIG = ModelConfig(
     vocab_size=61, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=48,
@@ -171,6 +173,24 @@ def test_experts_on_several_devices_give_the_same_text():
     moe = MoEConfig(num_experts=4, num_experts_per_tok=2, exchange_factor=1.0)
     config = CONFIG.model_copy(update={"moe": moe, "num_layers": 2, "layer_types": ("full_attention",)})
     assert run(open_decoder(config, expert=4), PROMPTS, 6, GREEDY) == run(open_decoder(config), PROMPTS, 6, GREEDY)
+
+
+@pytest.mark.quick
+def test_values_that_a_packed_weight_holds_as_they_are_get_the_compute_dtype():
+    config = CONFIG.model_copy(update={"scan_layers": False})
+    module = ModuleArrays(lambda rngs: Transformer(config, rngs, dtype=jnp.bfloat16))
+    rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
+
+    def cast(key: jax.Array):
+        params, _ = module.init(key)
+        mlp = params["decoder"]["layers"]["0"]["mlp"]
+        mlp["up_proj"]["kernel"] = pack_two_of_four(mlp["up_proj"]["kernel"].T)
+        return cast_matrices(module, params, rules)["decoder"]["layers"]["0"]["mlp"]
+
+    found = jax.eval_shape(cast, jax.random.key(0))
+    assert found["down_proj"]["kernel"].dtype == jnp.bfloat16
+    dtypes = {name: array.dtype for name, array in found["up_proj"]["kernel"].arrays.items()}
+    assert dtypes == {"values": jnp.bfloat16, "kept": jnp.uint4}
 
 
 def test_a_mesh_that_splits_sequences_is_refused():
