@@ -176,6 +176,7 @@ def _write_parts(path: Path, parts: Iterable[Any]) -> tuple[str, int]:
             content = _as_bytes(_on_host(part))
             digest.update(content)
             size += out.write(content)
+            del content  # so that the next part can have its pinned memory
     return digest.hexdigest(), size
 
 

@@ -5,6 +5,7 @@ import ssl
 import subprocess
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -411,6 +412,21 @@ def test_copies_are_on_devices_only_when_steps_have_their_full_size_and_no_other
         copies.leave_devices()
         assert written.is_set()
     assert used == [False, True]
+
+
+def test_a_part_has_left_the_host_when_the_next_one_comes(tmp_path, monkeypatch):
+    """So each thread that writes a copy needs the pinned memory of one part."""
+    earlier: list[weakref.ref[np.ndarray]] = []
+
+    def on_host(part: jax.Array) -> np.ndarray:
+        assert not any(array() is not None for array in earlier)
+        array = np.array(part)
+        earlier.append(weakref.ref(array))
+        return array
+
+    monkeypatch.setattr(shard_files, "_on_host", on_host)
+    assert shard_files._write_parts(tmp_path / "w", [np.arange(3), np.arange(4), np.arange(5)])[1] == 12 * 8
+    assert len(earlier) == 3
 
 
 def test_without_the_launcher_the_key_is_refused(tmp_path, monkeypatch):
