@@ -236,20 +236,21 @@ def _keeps_busy(plan: triton.ProductPlan, tile: triton.Tile) -> bool:
     return waste <= _LARGEST_WASTE and resident * tile.warps >= _LEAST_WARPS and loaded >= _LEAST_LOADED
 
 
-def _weights(grid: Packing | None, outputs: int, inputs: int, tiny: bool) -> list[Any]:
+def _weights(packing: Packing | None, outputs: int, inputs: int, tiny: bool) -> list[Any]:
     """Return random weights, as many as exceed the cache together."""
 
     def make(key: jax.Array) -> Any:
-        if grid is None:
+        if packing is None:
             return jax.random.normal(key, (inputs, outputs), jnp.bfloat16)
-        if isinstance(grid, TwoOfFourFormat):
+        if isinstance(packing, TwoOfFourFormat):
             return random_two_of_four(key, outputs, inputs)
-        low, high = grid.limits
+        low, high = packing.limits
         q = jax.random.randint(key, (outputs, inputs), low, high + 1, jnp.int8)
-        scales = 2.0 ** jax.random.uniform(key, (outputs, grid.groups(inputs)), minval=-2.0)
-        return pack_integers(grid, q, scales.astype(jnp.bfloat16))
+        scales = 2.0 ** jax.random.uniform(key, (outputs, packing.groups(inputs)), minval=-2.0)
+        return pack_integers(packing, q, scales.astype(jnp.bfloat16))
 
-    size = outputs * inputs * (16 if grid is None else 9 if isinstance(grid, TwoOfFourFormat) else grid.bits) // 8
+    bits = 16 if packing is None else 9 if isinstance(packing, TwoOfFourFormat) else packing.bits
+    size = outputs * inputs * bits // 8
     count = 2 if tiny else max(2, -(-_BYTES // size))
     return [jax.jit(make)(key) for key in jax.random.split(jax.random.key(0), count)]
 

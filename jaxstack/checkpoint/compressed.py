@@ -87,11 +87,11 @@ def write_leaves(
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         for path, leaf in leaves:
-            if is_packed(leaf):
-                weights[path] = _describe(leaf)
-            elif is_smaller_without_zeros(leaf):
-                weights[path] = {"format": _WITHOUT_ZEROS, "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-            yield from _tensors({path: leaf})
+            described, arrays = _as_written(leaf)
+            if described is not None:
+                weights[path] = described
+            for name, array in arrays.items():
+                yield f"{path}:{name}" if name else path, array
 
     write_weights(folder, tensors(), file_bytes)
     hashes = hash_files(folder, sorted(path.name for path in folder.iterdir()), sync=True)
@@ -192,43 +192,43 @@ def unpack_vectors(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {path: leaf.dense() if is_packed(leaf) and leaf.ndim == 1 else leaf for path, leaf in leaves.items()}
 
 
-def _tensors(leaves: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    for path, leaf in leaves.items():
-        if not is_packed(leaf):
-            array = np.asarray(leaf)
-            if is_smaller_without_zeros(leaf):
-                mask = _has_bits(array)
-                yield f"{path}:mask", np.packbits(mask.reshape(-1), bitorder="little")
-                yield f"{path}:values", array[mask]
-            else:
-                yield path, array
-            continue
-        bits = leaf.format.bits_of
-        for name, array in leaf.arrays.items():
-            if name in bits:
-                wide = array.astype(jnp.int8 if jnp.issubdtype(array.dtype, jnp.signedinteger) else jnp.uint8)
-                yield f"{path}:{name}", pack_bits(np.asarray(wide), bits[name])
-            else:
-                stored = np.asarray(array)
-                # safetensors reads no FP8 into NumPy.
-                yield f"{path}:{name}", stored.view(np.uint8) if stored.dtype.itemsize == 1 else stored
+def _as_written(leaf: Any) -> tuple[dict[str, Any] | None, dict[str, np.ndarray]]:
+    """Return what the manifest says of a parameter, None if it is written as it is, and the arrays to write by name."""
+    if is_packed(leaf):
+        return _describe(leaf), _packed_arrays(leaf)
+    array = np.asarray(leaf)
+    mask = _has_bits(array)
+    if _bytes_without_zeros(array, mask) >= array.nbytes:
+        return None, {"": array}
+    described = {"format": _WITHOUT_ZEROS, "shape": list(array.shape), "dtype": str(array.dtype)}
+    return described, {"mask": np.packbits(mask.reshape(-1), bitorder="little"), "values": array[mask]}
+
+
+def _packed_arrays(weight: PackedWeight) -> dict[str, np.ndarray]:
+    bits = weight.format.bits_of
+    found = {}
+    for name, array in weight.arrays.items():
+        if name in bits:
+            wide = array.astype(jnp.int8 if jnp.issubdtype(array.dtype, jnp.signedinteger) else jnp.uint8)
+            found[name] = pack_bits(np.asarray(wide), bits[name])
+        else:
+            stored = np.asarray(array)
+            # safetensors reads no FP8 into NumPy.
+            found[name] = stored.view(np.uint8) if stored.dtype.itemsize == 1 else stored
+    return found
 
 
 def stored_bytes(leaf: Any) -> int:
     """Return the bytes of a parameter on disk: a pruned plain matrix takes a bit for each value, and those not zero."""
     if is_packed(leaf):
         return leaf.stored_bytes
-    return min(leaf.size * leaf.dtype.itemsize, _bytes_without_zeros(leaf))
+    array = np.asarray(leaf)
+    return min(array.nbytes, _bytes_without_zeros(array, _has_bits(array)))
 
 
-def is_smaller_without_zeros(leaf: Any) -> bool:
-    """Return True if a plain array takes fewer bytes as a bit for each value, and the values that are not zero."""
-    return _bytes_without_zeros(leaf) < leaf.size * leaf.dtype.itemsize
-
-
-def _bytes_without_zeros(leaf: Any) -> int:
-    kept = int(np.count_nonzero(_has_bits(np.asarray(leaf))))
-    return -(-leaf.size // 8) + kept * leaf.dtype.itemsize
+def _bytes_without_zeros(array: np.ndarray, mask: np.ndarray) -> int:
+    """Return the bytes of a bit for each value, and of the values in the mask."""
+    return -(-array.size // 8) + int(np.count_nonzero(mask)) * array.itemsize
 
 
 def _has_bits(array: np.ndarray) -> np.ndarray:
@@ -276,8 +276,7 @@ def _make_leaf(
 ) -> Any:
     known = weights.get(path)
     if known is not None and known["format"] == _WITHOUT_ZEROS:
-        value = _with_zeros(known, value)
-        known = None
+        known, value = None, _with_zeros(known, value)
     stack = () if known is None else tuple(known.get("stack", ()))
     shape = value.shape if known is None else (*stack, *known["inputs"], *known["outputs"])
     sharding = None

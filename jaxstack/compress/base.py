@@ -23,7 +23,7 @@ from jaxstack.models.config import ModelConfig
 from pallas_kernels.weight_only.packed import PackedWeight, stack_packed
 
 Compressed: TypeAlias = PackedWeight | Float[Array, "out in"]
-"""A packed matrix, or a dense one that was pruned in a pattern other than 2:4, which is stored as plain numbers."""
+"""A packed matrix, or a dense one with zeros in a pattern other than 2:4."""
 Stored: TypeAlias = Any
 """A weight in the train state: an array, or a dict of arrays for a weight that is stored in factors."""
 Statistic: TypeAlias = Literal["hessian", "mean_abs", "square_sum"]
@@ -45,7 +45,7 @@ class Format(ABC):
 
     @abstractmethod
     def pack(self, w: Float[Array, "out in"]) -> Compressed:
-        """Return a matrix in this format, rounded to the nearest values; one with zeros anywhere as a dense array."""
+        """Return a matrix in this format, rounded to the nearest values; with zeros that are not 2:4 it is dense."""
 
     def round(self, w: Float[Array, "out in"]) -> Float[Array, "out in"]:
         """Return the values that `pack` stores, dense and float32."""
@@ -193,7 +193,7 @@ def stack_compressed(matrices: Sequence[Compressed]) -> PackedWeight | Float[Arr
 
 
 def compress_weight(w: jax.Array, method: AfterTraining, layout: MatrixLayout) -> PackedWeight | jax.Array:
-    """Compress a weight by a method that needs no calibration; a pruned one stays a plain array.
+    """Compress a weight by a method that needs no calibration; with zeros that are not 2:4 it stays a plain array.
 
     Args:
       w: the weight, in any floating-point dtype.

@@ -251,7 +251,7 @@ def count_gpus(environ: Mapping[str, str] | None = None) -> int:
     if environ.get("JAX_PLATFORMS") == "cpu":
         return 0
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:  # an empty one hides all GPUs, and a name of none those after it, such as -1 or NoDevFiles
+    if chosen is not None:  # an empty list hides all GPUs; a name of no GPU, such as -1 or NoDevFiles, those after it
         names = (name.strip() for name in chosen.split(","))
         return len(list(itertools.takewhile(_GPU_NAME.fullmatch, names)))
     folder = Path("/proc/driver/nvidia/gpus")

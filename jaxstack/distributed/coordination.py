@@ -3,7 +3,6 @@
 import collections
 import inspect
 import io
-import itertools
 import json
 import os
 import re
@@ -256,7 +255,6 @@ def _no_answer(other: int, name: str, seconds: float) -> JaxstackError:
     )
 
 
-_calls = itertools.count()
 _AGREE_SECONDS = 3600
 """Time limit of agreements; long, because a process may be hashing a large checkpoint. Dead processes are detected by
 their heartbeat, stuck ones by the launcher."""
@@ -270,14 +268,14 @@ def all_true(value: bool) -> bool:
     Raises:
       JaxstackError: a process does not answer in time.
     """
-    return all(all_gather(f"all-{next(_calls)}", value, _AGREE_SECONDS))
+    return all(all_gather("all", value, _AGREE_SECONDS))
 
 
 def broadcast_from_first(value: Json) -> Json:
     """Return process 0's `value` on all processes; all must call it, as described for `all_true`."""
     if process_position()[1] == 1:
         return value
-    name = f"first-{next(_calls)}"
+    name = _name_of_exchange("first")
     if is_first():
         publish(f"{name}/0", value)
         return value

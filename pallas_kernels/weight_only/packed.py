@@ -119,7 +119,7 @@ class PackedWeight:
         return dataclasses.replace(self, inputs=inputs, outputs=outputs)
 
     def with_numbers(self, dtype: jax.typing.DTypeLike) -> "PackedWeight":
-        """Return the weight with numbers that are stored as they are in another dtype, if its format has any."""
+        """Return the weight with the values that it holds as they are in another dtype, if its format has any."""
         name = self.format.numbers
         if name is None:
             return self

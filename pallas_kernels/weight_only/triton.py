@@ -193,7 +193,7 @@ MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (4, 28672, 4096, 16): Tile(32, 128, 1, 1, 1, 5),
 }
 """(bits of a stored integer, outputs, inputs, `padded_rows`) -> the fastest tile on an H200, from `benchmarks/
-packed_products.py --sweep`, which prints such lines. Bits are 4 or 8.
+packed_products.py --sweep`, which prints such lines. Bits are 4 or 8, or 16 of 2:4 sparsity.
 Products that are not listed have `default_tile`. Those with FP8 and with lookup tables were not measured: they have the
 tiles of integers of as many bits, as both read the same bytes.
 """
@@ -409,7 +409,7 @@ def unsupported_tiles(x: jax.Array, rows: int, weight: PackedWeight, target: Tar
 def fallback_reason(request: PackedMatmulRequest) -> str | None:
     """Return why a product that the Triton kernel is meant for cannot run in it on this GPU, without its shapes.
 
-    None if it can, and for other GPUs and for formats that XLA multiplies at least as fast as bfloat16.
+    None if it can, and for other GPUs and for formats other than lookup tables and integers of up to 4 bits.
     """
     format_ = request.weight.format
     narrow = isinstance(format_, LookupFormat) or (isinstance(format_, IntegerFormat) and format_.grid.bits <= 4)

@@ -50,8 +50,8 @@ class LayerwiseResult:
 
     Attributes:
       weights: changed weights by path, with the layer's number, such as `decoder/layers/3/mlp/down_proj/kernel`: the
-        compressed weights (pruned ones as arrays in the shape of the parameter), and others that a method changed with
-        them, such as the scales of norms.
+        compressed weights (those with zeros that are not 2:4 as arrays in the shape of the parameter), and others that
+        a method changed with them, such as the scales of norms.
       output_errors: relative squared error of the output of each compressed matrix, |W' X - W X|^2 / |W X|^2 over the
         calibration inputs X; of experts over those of all; only of matrices whose method measures the Hessian.
       expert_tokens: number of calibration tokens that each expert of a mixture gets, by the mixture's path, such as

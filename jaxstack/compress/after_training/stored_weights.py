@@ -56,7 +56,7 @@ def layer_name(path: str) -> str:
 
 
 def as_stored(leaf: Any, recipe: Recipe) -> Any:
-    """Convert a parameter to the recipe's storage format for matrices or for vectors; of a packed one only numbers."""
+    """Convert a parameter to the recipe's storage format; of a packed one only the values that it holds as they are."""
     if isinstance(leaf, PackedWeight):
         return leaf.with_numbers(recipe.store)
     if leaf.ndim == 0:

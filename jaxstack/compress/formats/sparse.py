@@ -52,7 +52,7 @@ class Pattern(Format):
         return f"the pattern {self} needs a multiple of {self.keep_of[1]} inputs; this layer has {inputs}"
 
     def pack(self, w: Float[Array, "out in"]) -> Compressed:
-        """Return w with the weights of smallest magnitude set to zero (Han et al. 2015, arXiv:1506.02626)."""
+        """Set the weights of smallest magnitude to zero (Han et al. 2015, arXiv:1506.02626); return w as stored."""
         return self.stored(self.prune(w, jnp.abs(w)))
 
     def stored(self, w: Float[Array, "out in"]) -> Compressed:
@@ -107,7 +107,7 @@ class KeptZeros(Format):
 
 
 class PruningMethod(Method):
-    """Base of methods that set a fraction of a matrix's weights to zero; `Pattern.stored` packs the matrix."""
+    """Base of methods that set a fraction of a matrix's weights to zero, in a pattern or anywhere."""
 
     sparsity: float = Field(default=0.5, gt=0, lt=1)
     """Share of the weights that become zero. Ignored with a pattern."""
