@@ -184,12 +184,16 @@ class AfterTraining(Method):
 
 
 def stack_compressed(matrices: Sequence[Compressed]) -> PackedWeight | Float[Array, "n out in"]:
-    """Stack matrices that one method has compressed, such as those of a layer's experts, along a new first dim."""
-    if isinstance(matrices[0], PackedWeight):
+    """Stack matrices that one method has compressed, such as those of a layer's experts, along a new first dim.
+
+    Those with 2:4 sparsity become plain arrays, zeros included, as no kernel multiplies with a stack of them.
+    """
+    first = matrices[0]
+    if isinstance(first, PackedWeight) and first.format.numbers is None:
         stacked = stack_packed([cast(PackedWeight, matrix) for matrix in matrices])
         assert stacked is not None, "a method packs all matrices of a shape alike"
         return stacked
-    return jnp.stack([cast(jax.Array, matrix) for matrix in matrices])
+    return jnp.stack([dense_matrix(matrix) for matrix in matrices])
 
 
 def compress_weight(w: jax.Array, method: AfterTraining, layout: MatrixLayout) -> PackedWeight | jax.Array:

@@ -11,7 +11,9 @@ from flax import nnx
 
 from jaxstack.compress.after_training.calibrate import LayerRunner, weights_by_path
 from jaxstack.compress.after_training.layerwise import LayerwiseResult, compress_layers
+from jaxstack.compress.base import stack_compressed
 from jaxstack.compress.config import Recipe, choose_methods
+from jaxstack.compress.formats.sparse import Pattern
 from jaxstack.compress.matrix import compressible_weights, layer_kernels
 from jaxstack.compress.solvers.awq import Awq
 from jaxstack.compress.solvers.gptq import gptq
@@ -156,6 +158,14 @@ RULES = [
     {"method": "wanda"},
     {"method": "sparsegpt", "pattern": "2:4"},
 ]
+
+
+def test_experts_with_two_of_four_sparsity_are_plain_arrays():
+    """No kernel multiplies with a stack of packed ones."""
+    w = jax.random.normal(jax.random.key(0), (2, 8, 16))
+    pattern = Pattern(keep_of=(2, 4))
+    stacked = stack_compressed([pattern.pack(one) for one in w])
+    np.testing.assert_array_equal(stacked, jnp.stack([pattern.prune(one, jnp.abs(one)) for one in w]))
 
 
 @pytest.mark.exhaustive
