@@ -276,7 +276,8 @@ def _make_leaf(
 ) -> Any:
     known = weights.get(path)
     if known is not None and known["format"] == _WITHOUT_ZEROS:
-        known, value = None, _with_zeros(known, value)
+        value = _with_zeros(known, value)
+        known = None
     stack = () if known is None else tuple(known.get("stack", ()))
     shape = value.shape if known is None else (*stack, *known["inputs"], *known["outputs"])
     sharding = None

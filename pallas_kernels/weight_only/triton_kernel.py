@@ -127,6 +127,16 @@ def _load_activations(x, place, valid, plan: tl.constexpr):
 
 
 @triton.jit
+def _add_bytes(total, stored, low, high, table, power, plan: tl.constexpr, like):
+    """Add the products of stored bytes, or of both of their halves, with the activations to a sum."""
+    if plan.halves == 1:
+        return tl.dot(_convert(stored, 0, table, power, plan, like), low, total)
+    else:
+        total = tl.dot(_convert(stored, 1, table, power, plan, like), low, total)
+        return tl.dot(_convert(stored, 2, table, power, plan, like), high, total)
+
+
+@triton.jit
 def _load_powers(exponents, position, output, plan: tl.constexpr, like):
     """Return the powers of two of stored bytes at `position` in the rows `output`, in the dtype of `like`."""
     size: tl.constexpr = plan.exponent_size // plan.halves
@@ -203,11 +213,7 @@ def product_kernel(x, q, constants, exponents, groups, out, plan: tl.constexpr):
             power = 1
             if plan.exponent_size > 0:
                 power = _load_powers(exponents, (step * width + column)[None], output[:, None], plan, x)
-            if plan.halves == 1:
-                partial = tl.dot(_convert(stored, 0, table, power, plan, x), low, partial)
-            else:
-                partial = tl.dot(_convert(stored, 1, table, power, plan, x), low, partial)
-                partial = tl.dot(_convert(stored, 2, table, power, plan, x), high, partial)
+            partial = _add_bytes(partial, stored, low, high, table, power, plan, x)
             if plan.groups > 1:
                 total += partial * scale[:, None]
                 # Loads of two bytes are not pipelined by the compiler: this one is waited for in the next step.
@@ -265,11 +271,7 @@ def sliced_product_kernel(x, q, constants, exponents, groups, out, plan: tl.cons
             if plan.exponent_size > 0:
                 position = ((first[:, None] + step) * width + column)[:, None, :]
                 power = _load_powers(exponents, position, output[None, :, None], plan, x)
-            if plan.halves == 1:
-                partial = tl.dot(_convert(stored, 0, table, power, plan, x), low, partial)
-            else:
-                partial = tl.dot(_convert(stored, 1, table, power, plan, x), low, partial)
-                partial = tl.dot(_convert(stored, 2, table, power, plan, x), high, partial)
+            partial = _add_bytes(partial, stored, low, high, table, power, plan, x)
             if plan.groups > 1:
                 total += partial * scale[:, :, None]
                 group = tl.minimum((first + step + slices) * plan.block_in // plan.group_size, plan.groups - 1)

@@ -46,7 +46,7 @@ def _assembly(place: int) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-_ASSEMBLY = tl.constexpr(tuple(map(_assembly, range(8))))
+_ASSEMBLY = tl.constexpr(tuple(map(_assembly, range(PLACES.value))))
 _OPERANDS = tl.constexpr("=r,=r,l,l,l,l,r")
 
 

@@ -179,7 +179,6 @@ _INSTRUCTIONS = {
     "and.b32": lambda a, b: a & b,
     "bfe.u32": lambda a, first, count: (a >> first) & np.uint64(2 ** int(count) - 1),
     "mad.wide.u32": lambda a, b, c: a * b + c,
-    "mad.lo.u32": lambda a, b, c: (a * b + c) & np.uint64(0xFFFFFFFF),
     "mov.b32": lambda low, *high: low | (high[0] << np.uint64(16)) if high else low,
     "mul.rn.bf16x2": _multiply_bfloat16,
     "ld.global.nc.b16": np.vectorize(lambda place: np.uint64(ctypes.c_uint16.from_address(int(place)).value)),
