@@ -34,6 +34,8 @@ _NAMED = {"schedule": SCHEDULES, "remat": REMATS, "fp8": RECIPES}
 """Columns that have indices of names."""
 MICROBATCH_SIZE = "microbatch_size"
 """Name that restrictions of a search have for the sequences of a microbatch in each replica."""
+VIRTUAL_STAGE_LAYERS = "virtual_stage_layers"
+"""Name that restrictions have for the layers of a virtual stage of pipelines; layouts without one always have it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +119,9 @@ def parse_restrictions(text: str) -> dict[str, int]:
     """Parse the restrictions of a search, such as `zero=0,remat=full,microbatch_size=4`.
 
     Args:
-      text: settings with the only value that a search shall try, separated by commas: columns of `LayoutTable`, or
-        `microbatch_size`, the sequences of a microbatch in each replica.
+      text: settings with the only value that a search shall try, separated by commas: columns of `LayoutTable`,
+        `microbatch_size`, the sequences of a microbatch in each replica, or `virtual_stage_layers`, the layers of a
+        virtual stage of interleaved pipelines. `sequence=0` is tried only if it is asked for.
 
     Returns:
       Setting -> value; for settings with named values their index.
@@ -129,7 +132,7 @@ def parse_restrictions(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, _, value = map(str.strip, part.partition("="))
-        known = (*_COLUMNS, MICROBATCH_SIZE)
+        known = (*_COLUMNS, MICROBATCH_SIZE, VIRTUAL_STAGE_LAYERS)
         if name not in known:
             raise ConfigError(f"--only {part!r}: there is no setting {name!r}; {nearest(name, known)}")
         if name in found:
@@ -172,7 +175,7 @@ def enumerate_layouts(
         degrees: dict[str, int] = dict(zip(AXES, numbers, strict=True))
         if any(degrees[axis] != only.get(axis, degrees[axis]) for axis in AXES):
             continue
-        for parallel in _variants(config, degrees, refused):
+        for parallel in _variants(config, degrees, only, refused):
             train = config.train.model_copy(update={"gradient_accumulation": 1})
             problems = config.model_copy(update={"parallel": parallel, "train": train}).layout_problems()
             if problems:
@@ -190,7 +193,13 @@ def _select_only(
     """Return the layouts with the values of `only`; count the others in `refused`."""
     for name, value in only.items():
         shown = _NAMED[name][value] if name in _NAMED else value
-        fits = (microbatch_size(layouts, config) if name == MICROBATCH_SIZE else layouts[name]) == value
+        if name == MICROBATCH_SIZE:
+            fits = microbatch_size(layouts, config) == value
+        elif name == VIRTUAL_STAGE_LAYERS:
+            stages = layouts["pipeline"] * layouts["chunks"]
+            fits = (layouts["pipeline"] == 1) | (stages * value == config.model.num_layers)
+        else:
+            fits = layouts[name] == value
         refused.update({f"{name} other than {shown}": int((~fits).sum())} if not fits.all() else {})
         layouts = layouts.select(fits)
     return layouts
@@ -203,12 +212,12 @@ def microbatch_size(layouts: LayoutTable, config: RunConfig) -> Floats:
 
 
 def _variants(
-    config: RunConfig, degrees: dict[str, int], refused: collections.Counter[str]
+    config: RunConfig, degrees: dict[str, int], only: Mapping[str, int], refused: collections.Counter[str]
 ) -> Iterator[ParallelConfig]:
     """Yield a ParallelConfig with these degrees for each pipeline schedule; count the invalid ones in `refused`."""
-    base = _with_degrees(config.parallel, degrees) | {"sequence": degrees["tensor"] > 1}
+    base = _with_degrees(config.parallel, degrees) | {"sequence": degrees["tensor"] > 1 and only.get("sequence") != 0}
     for schedule in SCHEDULES[1:] if degrees["pipeline"] > 1 else (None,):
-        for chunks in _virtual_stages(config, degrees["pipeline"]) if schedule == "interleaved" else (None,):
+        for chunks in _virtual_stages(config, degrees["pipeline"], only) if schedule == "interleaved" else (None,):
             tree = base | {"pipeline_schedule": schedule, "pipeline_virtual_stages": chunks}
             try:
                 yield ParallelConfig.model_validate(tree)
@@ -216,12 +225,15 @@ def _variants(
                 refused[_without_values(error.errors()[0]["msg"].removeprefix("Value error, "))] += 1
 
 
-def _virtual_stages(config: RunConfig, stages: int) -> list[int]:
-    """Return the numbers of virtual stages to try: the configured one, or 2 and what gives no device more layers."""
-    chosen = config.parallel.pipeline_virtual_stages or 1
+def _virtual_stages(config: RunConfig, stages: int, only: Mapping[str, int]) -> list[int]:
+    """Return the numbers of virtual stages to try: those asked for, or 2 and what gives no device more layers."""
+    layers = config.model.num_layers
+    chosen = only.get("chunks", config.parallel.pipeline_virtual_stages or 1)
     if chosen > 1:
         return [chosen]
-    layers = config.model.num_layers
+    if VIRTUAL_STAGE_LAYERS in only:
+        chunks = layers // (stages * max(only[VIRTUAL_STAGE_LAYERS], 1))
+        return [chunks] if chunks > 1 else []
 
     def on_a_device(chunks: int) -> int:
         return math.ceil(layers / (stages * chunks)) * chunks
@@ -249,12 +261,11 @@ def _rows(
 ) -> Iterator[tuple[float, ...]]:
     """Yield a row of the layout table for each ZeRO stage, number of microbatches, remat policy and FP8 recipe."""
     schedule = SCHEDULES.index(parallel.schedule) if parallel.pipeline > 1 else 0
-    sequence = (True,) if parallel.tensor > 1 else (False,)
     zeros = (0, 1, 2) if parallel.data > 1 else (0,)
     counts = fitting_microbatches(parallel, config.train.global_batch_size)
     policies = [REMATS.index(name) for name in remats]
     fp8 = [RECIPES.index(name) for name in recipes]
-    for choice in itertools.product(sequence, zeros, (schedule,), (parallel.virtual_stages,), counts, policies, fp8):
+    for choice in itertools.product((parallel.sequence,), zeros, (schedule,), (parallel.virtual_stages,), counts, policies, fp8):
         yield (*parallel.degrees.values(), *choice)
 
 

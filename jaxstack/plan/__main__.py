@@ -80,7 +80,8 @@ def add_search_arguments(parser: CommandParser) -> None:
         "--only",
         metavar="SETTINGS",
         help="try a single value of these settings, such as zero=0,remat=full,microbatch_size=4; names: degrees, zero, "
-        "schedule, chunks, microbatches, remat, fp8, and microbatch_size, sequences of a microbatch in each replica",
+        "sequence, schedule, chunks, microbatches, remat, fp8, microbatch_size (sequences of a microbatch in each "
+        "replica), and virtual_stage_layers (layers of a virtual stage)",
     )
     group.add_argument("--fp8", action="store_true", help="try FP8 recipes too, which change the numerics")
     group.add_argument(
