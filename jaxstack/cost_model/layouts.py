@@ -265,7 +265,9 @@ def _rows(
     counts = fitting_microbatches(parallel, config.train.global_batch_size)
     policies = [REMATS.index(name) for name in remats]
     fp8 = [RECIPES.index(name) for name in recipes]
-    for choice in itertools.product((parallel.sequence,), zeros, (schedule,), (parallel.virtual_stages,), counts, policies, fp8):
+    for choice in itertools.product(
+        (parallel.sequence,), zeros, (schedule,), (parallel.virtual_stages,), counts, policies, fp8
+    ):
         yield (*parallel.degrees.values(), *choice)
 
 

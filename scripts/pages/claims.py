@@ -14,6 +14,7 @@ import yaml
 
 from scripts.pages import compression_cache, fields, performance, tuning
 from scripts.pages.page import Page, escaped, table
+from scripts.pages.row_tables import link_to_rows
 from scripts.pages.rows import RESULTS, ROOT, Row, compare, newest_rows, read_all
 from scripts.pages.stale import has_history, is_stale
 
@@ -59,6 +60,8 @@ class Result:
     """Paths whose code the row measured."""
     reached: bool | None = None
     """True if the value reaches the goal; None: the claim has no goal for it."""
+    file: str = field(default="train_step", compare=False)
+    """File of results that has the row."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,10 @@ def _results(name: str, described: Mapping[str, Any], results: Path) -> list[Res
     if absent := [path for path in code if not (ROOT / path).exists()]:
         raise ClaimError(f"{name}: there is no {absent[0]}, which a row of {described['file']} measures.")
     try:
-        return [Result(r, described["show"].format_map(r), code, _reached(r, described)) for r in newest_rows(rows)]
+        return [
+            Result(row, described["show"].format_map(row), code, _reached(row, described), file)
+            for row in newest_rows(rows)
+        ]
     except KeyError as error:
         raise ClaimError(f"{name}: a row of {described['file']} that has {where} has no {error}.") from None
 
@@ -208,7 +214,7 @@ def _examples(results: Path) -> Iterable[Claim]:
         why = "; ".join([*missed, *filter(None, [row.get("bound")])]) if missed else ""
         shown = f"{row['measure']}: {fields.number(row['ours'])}"
         code = (f"docs/examples/fields/{row['work']}.py", "jaxstack/trainer.py", "jaxstack/step.py")
-        result = Result(row, shown, code, not missed)
+        result = Result(row, shown, code, not missed, "fields")
         verdict = "missed" if missed else "met"
         section = "Examples of other fields"
         yield Claim(fields.title(row), row["claim"], verdict, [result], missing=why, section=section)
@@ -229,7 +235,8 @@ def _line(claim: Claim) -> list[str]:
     ran += [f"`{path}`" for path in claim.tests]
     shown = [f"{result.shown}{mark(result)}" for result in claim.results]
     shown += ["its tests pass"] if claim.tests else []
-    commits = [str(result.row["commit"])[:7] for result in claim.results] + ["each"] * bool(claim.tests)
+    commits = [f"[{str(result.row['commit'])[:7]}]({link_to_rows(result.file)})" for result in claim.results]
+    commits += ["each"] * bool(claim.tests)
     dates = [str(result.row["date"])[:10] for result in claim.results]
     verdict = claim.verdict if claim.verdict == "met" else f"**{claim.verdict}**"
     verdict += f": {claim.missing}" if claim.missing else ""
@@ -254,6 +261,7 @@ After this page you know what jaxstack claims, what was run for each claim, and 
 READING = f"""
 - **what was run** is the command of a row of results, or tests. Tests run with every change (exhaustive ones as
   far as the time of `.ci/run` allows), so their commit is *each*.
+- **commit** is that of a row, and leads to the table that shows it.
 - `python -m scripts.repeat NAME` runs the commands of a claim again, and shows their results beside these;
   `--list` prints all commands with the devices that they need.
 - **verdict**: *met*; *missed*: the newest row does not reach the claim; *in part* and *not shown* say what is missing.

@@ -6,10 +6,16 @@ from pathlib import Path
 
 from scripts.pages.rows import RATE, Row, read_rows
 
-ELSEWHERE = (
-    "recovery", "fields", "compression", "compressed_models", "cache_formats", "web", "families", "learned_cost_errors",
-)  # fmt: skip
-"""Results that another page is made from."""
+ELSEWHERE = {
+    "recovery": "reliability.md#measured",
+    "fields": "fields.md",
+    "compressed_models": "compression.md#what-the-recipes-cost",
+    "cache_formats": "compression_cache.md#claims-and-results",
+    "web": "export.md#in-a-browser",
+    "families": "huggingface.md#supported-families",
+    "learned_cost_errors": "plan.md#learned-cost",
+}
+"""Results that another page is made from -> where it shows them."""
 PARTS_OF_A_START = (
     "imports", "devices and model", "lowering", "compilation", "report", "state", "data", "first step",
 )  # fmt: skip
@@ -314,6 +320,11 @@ def with_limits(rows: Iterable[Row], limits: Iterable[Row]) -> list[Row]:
         measured = limit and RATE in row and row["implementation"] != "limit"
         result.append({**row, "limit_fraction": row[RATE] / limit} if measured else row)
     return result
+
+
+def link_to_rows(name: str) -> str:
+    """Return the address, within docs/, of the table that shows the rows of a file of results."""
+    return ELSEWHERE.get(name, f"performance-rows.md#{name}")
 
 
 def rows_page(results: Path) -> str:

@@ -26,3 +26,20 @@ def test_each_model_is_shown_as_it_was_measured_last(monkeypatch):
         *(("3", name) for name in ("none (float32)", "bct", "int8")),
     ]
     assert [points and round(points) for *_, points in found] == [0, -10, None, 0, -5, None]
+
+
+def test_losses_of_bct_are_told_in_each_measure():
+    row = {
+        "work": "weights",
+        "model": "m",
+        "parameters": 1000,
+        "format": "bct; activations and softmax in 8-bit integers",
+    }
+    row |= {"accuracy_points": -0.5, "accuracy_percent": -2.0, "change_percent": 0.3}
+    swept = {**row, "format": "bct, by the sweep of GPTQ", "accuracy_points": 0.1}
+    said = cache_page.bct_losses([row, swept])
+    assert (
+        "met in percentage points" in said and "**missed** in percent of that" in said and "met in perplexity" in said
+    )
+    assert "1,000 parameters -0.50 points (-2.0 %), perplexity +0.3 %; calibrated +0.10 points" in said
+    assert "**missed** in perplexity" in cache_page.bct_losses([{**row, "change_percent": 1.0}, swept])

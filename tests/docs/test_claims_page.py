@@ -85,6 +85,13 @@ def test_a_result_of_unknown_code_bears_a_mark():
     assert f"2.0 times {MARK}" in claims.claims_table([make_claim("met", results=[result(None)])])
 
 
+def test_each_result_leads_to_the_table_that_shows_its_row():
+    """Of a benchmark with a page of its own, that is where."""
+    for file, address in (("fp8", "performance-rows.md#fp8"), ("web", "export.md#in-a-browser")):
+        shown = Result({**ROW, "commit": "0123456789"}, "2.0 times", ("scripts",), None, file)
+        assert f"[0123456]({address})" in claims.claims_table([make_claim("met", results=[shown])])
+
+
 def test_a_main_workload_is_shown_with_the_most_gpus_that_have_a_peer(monkeypatch):
     common = {"date": "2026-11-28", "command": "python x.py", "commit": "0" * 40, "device": "x", "run": "one"}
 

@@ -11,8 +11,8 @@ from flax import nnx
 
 from jaxstack.compress.after_training.calibrate import LayerRunner, weights_by_path
 from jaxstack.compress.after_training.layerwise import LayerwiseResult, compress_layers
-from jaxstack.compress.base import stack_compressed
-from jaxstack.compress.config import Recipe, choose_methods
+from jaxstack.compress.base import AfterTraining, stack_compressed
+from jaxstack.compress.config import METHODS, Recipe, choose_methods
 from jaxstack.compress.formats.sparse import Pattern
 from jaxstack.compress.matrix import compressible_weights, layer_kernels
 from jaxstack.compress.solvers.awq import Awq
@@ -36,7 +36,7 @@ ALL = frozenset({"hessian", "mean_abs", "square_sum"})
 def _model(moe: Mapping[str, Any] = MOE, **changes: Any) -> Transformer:
     config = build_component(ModelConfig, {**SHAPE, "moe": moe, **changes}, "model")
     model = Transformer(config, nnx.Rngs(0))
-    model.decoder.layers[0].mlp_norm.scale[...] = jnp.linspace(0.5, 2.0, 16)
+    model.decoder.layers[0].mlp_norm.scale[...] = jnp.linspace(0.5, 2.0, config.hidden_size)
     return model
 
 
@@ -149,6 +149,8 @@ RULES = [
     {"method": "fp8"},
     {"method": "bfp", "block_size": 16},
     {"method": "kmeans", "iterations": 5},
+    {"method": "mxfp4"},
+    {"method": "nf4"},
     {"method": "lowrank"},
     {"method": "bct", "tile_size": 16},
     {"method": "gptq", "bits": 4, "group_size": 16},
@@ -158,6 +160,11 @@ RULES = [
     {"method": "wanda"},
     {"method": "sparsegpt", "pattern": "2:4"},
 ]
+
+
+def test_the_rules_are_those_of_every_method():
+    methods = {method.model_fields["method"].default for method in METHODS if issubclass(method, AfterTraining)}
+    assert {rule["method"] for rule in RULES} == methods
 
 
 def test_experts_with_two_of_four_sparsity_are_plain_arrays():
@@ -172,7 +179,9 @@ def test_experts_with_two_of_four_sparsity_are_plain_arrays():
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["method"])
 @pytest.mark.parametrize("moe", [{}, {"n_shared_experts": 1, "shared_expert_gate": True}], ids=["plain", "shared"])
 def test_every_method_takes_experts_and_computes_with_them_packed(rule, moe):
-    model = _model({**MOE, **moe})
+    wide = rule["method"] in ("mxfp4", "nf4")  # their blocks have 32 and 64 inputs
+    sizes = {"hidden_size": 64, "intermediate_size": 64} if wide else {}
+    model = _model({**MOE, **moe, **({"moe_intermediate_size": 64} if wide else {})}, **sizes)
     found, _ = _compress(model, **rule)
     packed = _put(model, found.weights)
     np.testing.assert_allclose(_logits(packed), _logits(_put(model, _dense(found.weights))), atol=2e-6)
