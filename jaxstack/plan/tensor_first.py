@@ -44,8 +44,8 @@ def tensor_first_layout(config: RunConfig, cluster: Cluster, only: Mapping[str, 
       config: model, batch and settings; its vocabulary must be set.
       cluster: the devices.
       only: restrictions by `parse_restrictions`. Megatron-LM's Table 1 has `zero` 0, `remat` full, `sequence` 0, and a
-        given `microbatch_size` and `virtual_stage_layers`; without restrictions a layout with ZeRO, sequence parallelism
-        and small microbatches needs smaller degrees.
+        given `microbatch_size` and `virtual_stage_layers`; without restrictions a layout with ZeRO, sequence
+        parallelism and small microbatches needs smaller degrees.
 
     Raises:
       ConfigError: no such layout fits the cluster, or `only` asks for another axis.

@@ -65,8 +65,8 @@ def bct_losses(rows: Iterable[Row]) -> str:
     )
     return (
         f"The paper loses less than {MOST_LOST} % of accuracy at 8 times fewer bytes. Here this is {told(points)} in "
-        f"percentage points of next-token accuracy, {told(percent)} in percent of that accuracy, and {told(perplexity)} "
-        f"in perplexity without calibration: {'; '.join(models)}."
+        f"percentage points of next-token accuracy, {told(percent)} in percent of that accuracy, and "
+        f"{told(perplexity)} in perplexity without calibration: {'; '.join(models)}."
     )
 
 

@@ -248,8 +248,8 @@ def _layers_together(rows: list[Row], run: list[Row]) -> str:
     plain = others.get("draft model, 4 drafts, 1 at once")
     beside = f", and {plain['times_without']:.2f} with its layers in order" if plain else ""
     return (
-        f"\n\nTwo layers of the draft model together (EasySpec, which reaches 4.17 times) were measured in an earlier run: "
-        f"{row['times_without']:.2f} times the speed without drafts{beside}, with one request. {provenance(row)}"
+        "\n\nTwo layers of the draft model together (EasySpec, which reaches 4.17 times) were measured in an earlier "
+        f"run: {row['times_without']:.2f} times the speed without drafts{beside}, with one request. {provenance(row)}"
     )
 
 
