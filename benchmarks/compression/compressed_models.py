@@ -18,7 +18,8 @@ exceeds them keeps the fields that it has measured (`failed`).
     sums       share of sums of two numbers of up to three digits that it writes right; none was trained on
     ms, speed  milliseconds of a decoding step at 1, 16 and 64 rows, by `Decoder.generate`; bfloat16's over them
 
-`--export` also writes each model for vLLM into `--folder`/exports. A folder with text and a run of other settings is
+`--export` also writes each model for vLLM into `--folder`/exports, with the log-probabilities of a held-out text that
+`vllm_reads.py --exports` compares with vLLM's. A folder with text and a run of other settings is
 refused.
 """
 
@@ -42,15 +43,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.arguments import positive
 from benchmarks.compression.code_and_sums import CODE, HELD_OUT, SUMS, read_questions, write_work
+from benchmarks.compression.vllm_reads import EXPECTED, log_probabilities
 from benchmarks.reports import events, report
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from benchmarks.steps import run_as_command
 from benchmarks.turns import Turn, place, run_together, turns
 
 SCRIPT = "compressed_models"
+EXPECTED_TOKENS = 128
+"""Tokens of the held-out text whose log-probabilities are written with an export."""
 BASE = "bfloat16"
 RECIPES = (
-    BASE, "int8", "w8a8", "int4-gptq", "int4-awq", "fp8", "bfp8", "2of4", "sparse50", "lowrank", "cluster3", "bct",
+    BASE, "int8", "w8a8", "int4-gptq", "int4-awq", "fp8", "fp8-dynamic", "bfp8", "nf4", "mxfp4", "2of4", "sparse50",
+    "lowrank", "cluster3", "bct",
 )  # fmt: skip
 KEEP = "layers: [{path: ., method: keep}]\n"
 """The recipe of `bfloat16`."""
@@ -59,6 +64,7 @@ FORMATS = {
     "int4-awq": "pack-quantized",
     "w8a8": "int-quantized",
     "fp8": "float-quantized",
+    "fp8-dynamic": "float-quantized",
 }
 """Format of an export for vLLM; the others are `dense`."""
 COLUMNS = ("variant", "megabytes", "smaller", "loss", "rise", "cloze", "sums", "ms", "speed", "seconds", "failed")
@@ -159,8 +165,15 @@ def train(folder: Path, size: Size, tokens: float, limit: float) -> float:
     return time.perf_counter() - began
 
 
-def measure(folder: Path, recipe: str, size: Size, export: bool) -> None:
-    """Compress the run of a folder and measure the result in this process; report fields as soon as they are known."""
+def measure(folder: Path, recipe: str, size: Size, exported: str | None) -> None:
+    """Compress the run of a folder and measure the result in this process; report fields as soon as they are known.
+
+    Args:
+      folder: text and run.
+      recipe: name or file of the recipe, or `BASE`.
+      size: of the model.
+      exported: name of the model, under which it is exported for vLLM; None: it is not.
+    """
     turn = Turn()
     import jax
 
@@ -185,8 +198,10 @@ def measure(folder: Path, recipe: str, size: Size, export: bool) -> None:
                compress_seconds=time.perf_counter() - began)  # fmt: skip
         run = load(out, report=lambda line: print(line, file=sys.stderr))
         report(**{kind: answered(run, asked) for kind, asked in read_questions(folder).items()})
-        if export:
+        if exported is not None:
             write_export(out, folder / "exports" / recipe, FORMATS.get(recipe, "dense"))
+            text = json.loads((folder / HELD_OUT).read_text(encoding="utf-8").splitlines()[0])["text"][:2000]
+            write_expected(folder / "exports" / recipe, exported, run, text)
         run.decoder.join_projections()
         report(**decoding_speed(run.decoder, size, turn))
 
@@ -229,6 +244,13 @@ def write_export(model: Path, output: Path, form: str) -> None:
 
     shutil.rmtree(output, ignore_errors=True)
     export_checkpoint(model, output, dtype="bfloat16", format=form, model_type="llama", warn=lambda line: None)
+
+
+def write_expected(export: Path, name: str, run: Any, text: str) -> None:
+    """Write into an export what `vllm_reads.py --exports` compares: tokens of a text, and their log-probabilities."""
+    ids = run.tokenizer.encode_documents([text])[0].tolist()[:EXPECTED_TOKENS]
+    found = {"work": f"export of {name}", "tokens": ids, "log_probabilities": log_probabilities(run.decoder, ids)}
+    (export / EXPECTED).write_text(json.dumps(found), encoding="utf-8")
 
 
 def recipe_row(command: list[str], recipe: str, limit: float, environment: Mapping[str, str]) -> Row:
@@ -285,8 +307,9 @@ def main() -> int:
     args = parser.parse_args()
     name = "tiny" if args.tiny else args.size
     size = SIZES[name]
+    exported = f"llama {name}" if args.export else None
     if args.worker:
-        run_as_command(f"{SCRIPT}.py", lambda: measure(args.folder, args.worker, size, args.export))
+        run_as_command(f"{SCRIPT}.py", lambda: measure(args.folder, args.worker, size, exported))
     script = SCRATCH + SCRIPT if args.tiny else SCRIPT
     require_commit(script)
     tokens, megabytes = (40 * size.tokens_a_step, 1) if args.tiny else (args.tokens, args.megabytes)

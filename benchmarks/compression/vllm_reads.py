@@ -2,6 +2,7 @@
 
     python benchmarks/compression/vllm_reads.py --vllm /opt/vllm/bin/python  # four minutes on a GPU
     python benchmarks/compression/vllm_reads.py --formats pack-quantized --models qwen3_moe --vllm python
+    python benchmarks/compression/vllm_reads.py --exports /tmp/m124 --vllm python  # of compressed_models.py --export
     python benchmarks/compression/vllm_reads.py --tiny                       # without vLLM, on a CPU; rows go to tiny/
 
 A small model of each family trains for some steps, is compressed to the form of each format of compressed-tensors, and
@@ -9,7 +10,8 @@ exported. Ours are the log-probabilities of a held-out text under the compressed
 other ones are those of vLLM under the export (`benchmarks/peers/vllm_scores.py`), and those of jaxstack, which reads
 the export back. `difference` is the mean of the absolute differences over the tokens, `largest` the largest. Both
 programs compute in bfloat16 on a GPU, in another order, so that they differ in the third digit. `failed` says why there
-is no difference. Rows are appended to benchmarks/results/vllm_reads.jsonl.
+is no difference. With `--exports` the models are those of `compressed_models.py --export` in the folder, one for each
+recipe. Rows are appended to benchmarks/results/vllm_reads.jsonl.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from benchmarks.steps import run_as_command
 
 SCRIPT = "vllm_reads"
+EXPECTED = "expected.json"
+"""File of an export with `work`, the ids `tokens` of a text, and our `log_probabilities` of all but the first."""
 PEER = Path(__file__).resolve().parents[1] / "peers" / "vllm_scores.py"
 SIZES = (
     "model.num_layers=2", "model.hidden_size=256", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=64",
@@ -84,12 +88,10 @@ def compressed(run: Path, form: str) -> Path:
     return made
 
 
-def log_probabilities(run: Path, ids: Sequence[int]) -> list[float]:
-    """Return the log-probabilities of ids[1:] under a model, each token given those before it."""
+def log_probabilities(decoder: Any, ids: Sequence[int]) -> list[float]:
+    """Return the log-probabilities of ids[1:] under the model of a decoder, each token given those before it."""
     from jaxstack.decoding.decode import Scorer
-    from jaxstack.run.load import load
 
-    decoder = load(run, report=lambda line: None).decoder
     rows = [(list(ids[: place + 1]), place) for place in range(1, len(ids))]
     return [score.log_probability for score in Scorer(decoder, len(rows)).score(rows)]
 
@@ -122,14 +124,12 @@ def compare(ours: Sequence[float], theirs: Sequence[float]) -> Row:
 
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     """Yield the rows of each family: of each format the export read back, then those of vLLM."""
-    import jax
-
     from jaxstack.run.convert import export_checkpoint
     from jaxstack.run.load import load
 
     for name in args.models:
         run = train(folder / "runs", name, args.steps)
-        ids = load(run, report=lambda line: None).tokenizer.encode_documents([TEXT])[0].tolist()[: args.tokens]
+        ids = load(run, report=said_nothing).tokenizer.encode_documents([TEXT])[0].tolist()[: args.tokens]
         expected: dict[Path, tuple[Row, list[float]]] = {}
         for form in args.formats:
             model = compressed(run, form)
@@ -137,17 +137,49 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
             export_checkpoint(
                 model, export, dtype="bfloat16", format=form, model_type=name, warn=lambda line: print(line, flush=True)
             )
-            ours = log_probabilities(model, ids)
-            common = {"work": f"export of {name}", "variant": form, "device": jax.devices()[0].device_kind}
+            ours, read = (log_probabilities(load(one, report=said_nothing).decoder, ids) for one in (model, export))
+            common = {"work": f"export of {name}", "variant": form, "device": device_kind()}
             expected[export] = common, ours
-            yield {**common, "implementation": "jaxstack", **compare(ours, log_probabilities(export, ids))}
+            yield {**common, "implementation": "jaxstack", **compare(ours, read)}
         if args.vllm is None:
             continue
-        scores = vllm_scores(args.vllm, ids, list(expected), args.timeout)
-        for found, (common, ours) in zip(scores, expected.values(), strict=True):
-            theirs = found.get("log_probabilities")
-            values = {"failed": found["failed"]} if theirs is None else compare(ours, theirs)
-            yield {**common, "implementation": f"vllm {found['vllm']}".strip(), **values}
+        yield from vllm_rows(args, ids, expected)
+
+
+def measure_exports(args: argparse.Namespace, device: str) -> Iterator[Row]:
+    """Yield a row of vLLM for each export in the folders `args.exports`, see `EXPECTED`."""
+    for folder in args.exports:
+        files = sorted(folder.glob(f"exports/*/{EXPECTED}"))
+        if not files:
+            raise SystemExit(f"{folder} has no exports/*/{EXPECTED}; `compressed_models.py --export` writes them.")
+        told = {file.parent: json.loads(file.read_text(encoding="utf-8")) for file in files}
+        expected = {
+            place: ({"work": one["work"], "variant": place.name, "device": device}, one["log_probabilities"])
+            for place, one in told.items()
+        }
+        yield from vllm_rows(args, told[files[0].parent]["tokens"], expected)
+
+
+def vllm_rows(
+    args: argparse.Namespace, ids: Sequence[int], expected: Mapping[Path, tuple[Row, list[float]]]
+) -> Iterator[Row]:
+    """Yield what vLLM says of each checkpoint: `expected` has the fields of its row, and our log-probabilities."""
+    scores = vllm_scores(args.vllm, ids, list(expected), args.timeout)
+    for found, (common, ours) in zip(scores, expected.values(), strict=True):
+        theirs = found.get("log_probabilities")
+        values = {"failed": found["failed"]} if theirs is None else compare(ours, theirs)
+        yield {**common, "implementation": f"vllm {found['vllm']}".strip(), **values}
+
+
+def said_nothing(line: str) -> None:
+    """Drop a line of a report."""
+
+
+def device_kind() -> str:
+    """Return the kind of the device."""
+    import jax
+
+    return jax.devices()[0].device_kind
 
 
 def main() -> None:
@@ -156,11 +188,16 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM; left out: ours only")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="families (all)")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS, help="formats (all)")
+    parser.add_argument(
+        "--exports", nargs="+", type=Path, metavar="DIR", help="folders of compressed_models.py --export"
+    )
     parser.add_argument("--steps", type=positive(int), default=100, help="of training (100)")
     parser.add_argument("--tokens", type=positive(int), default=64, help="of the text that is scored, at most (64)")
     parser.add_argument("--timeout", type=positive(float), default=400, help="seconds of vLLM for a family (400)")
     parser.add_argument("--tiny", action="store_true", help="few steps; rows go to tiny/")
     args = parser.parse_args()
+    if args.exports and args.vllm is None:
+        parser.error("--exports compares with vLLM; name a Python that has it with --vllm")
     script = SCRATCH + SCRIPT if args.tiny else SCRIPT
     require_commit(script)
     args.steps = 10 if args.tiny else args.steps
@@ -168,7 +205,7 @@ def main() -> None:
 
     def body() -> None:
         with tempfile.TemporaryDirectory(prefix="vllm-reads-") as folder:
-            for row in measure(args, Path(folder)):
+            for row in measure_exports(args, device_kind()) if args.exports else measure(args, Path(folder)):
                 rows.append(row)
                 append_rows(script, [row])
         print_table(rows, COLUMNS)

@@ -48,8 +48,9 @@ def vllm_table() -> str:
         [row["work"], row["variant"], row["implementation"], f"{row['difference']:.4f}", f"{row['largest']:.4f}"]
         for row in rows
     ]
-    about = "{date:.10}, commit {commit:.7}, {device}, {tokens} tokens, `{command}`.".format_map(rows[-1])
-    return f"{table(['model', 'format', 'read by', 'mean difference', 'largest'], lines)}\n\n{about}"
+    about = "{date:.10}, commit {commit:.7}, {device}, {tokens} tokens, `{command}`"
+    runs = dict.fromkeys(about.format_map(row) for row in rows)
+    return f"{table(['model', 'format', 'read by', 'mean difference', 'largest'], lines)}\n\n{'; '.join(runs)}."
 
 
 PARTS = {"browser": lambda: "\n\n".join(map(run_table, newest_runs())), "vllm": vllm_table}
