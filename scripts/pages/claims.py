@@ -127,11 +127,12 @@ def gather_claims(results: Path) -> list[Claim]:
 
 def _listed(section: str, entry: Mapping[str, Any], results: Path) -> Claim:
     name = f"claims.yaml: {entry['technique']}"
+    rows = entry.get("rows", ())
     return Claim(
         entry["technique"],
         entry["claim"],
         entry["verdict"],
-        [result for described in entry.get("rows", ()) for result in _results(name, described, results)],
+        [result for described in rows for result in _results(name, described, results, rows)],
         [f"tests/{path}" for path in entry.get("tests", ())],
         entry.get("missing", ""),
         entry.get("runs", {}),
@@ -139,11 +140,14 @@ def _listed(section: str, entry: Mapping[str, Any], results: Path) -> Claim:
     )
 
 
-def _results(name: str, described: Mapping[str, Any], results: Path) -> list[Result]:
+def _results(
+    name: str, described: Mapping[str, Any], results: Path, listed: Sequence[Mapping[str, Any]] = ()
+) -> list[Result]:
     """Return the newest rows that claims.yaml describes: `file`, `where`, `show`, `code`, `at_least` and `at_most`.
 
     Of a file in `SUMMARIES` these are what it returns. There is one for each work, implementation, variant and device
-    that `where` leaves open.
+    that `where` leaves open. With `beside` goals are times the values of the newest row that this one of `listed`, the
+    descriptions of the claim, has.
     """
     where = described.get("where", {})
     file = described["file"]
@@ -151,22 +155,33 @@ def _results(name: str, described: Mapping[str, Any], results: Path) -> list[Res
     rows = [row for row in stored if _fits(row, where)]
     if not rows:
         raise ClaimError(f"{name}: no row of {described['file']} that can be repeated has {where}.")
+    base = _results(name, listed[described["beside"]], results)[-1].row if "beside" in described else None
+    if other := [row for row in newest_rows(rows) if base and row["commit"] != base["commit"]]:
+        raise ClaimError(
+            f"{name}: the row of {file} that has {where} is of commit {other[0]['commit'][:7]}, and the one beside "
+            f"which it is claimed of {base['commit'][:7] if base else ''}; measure both again in one run."
+        )
     code = tuple(one for path in described["code"] for one in (STEP_CODE if path == "train step" else (path,)))
     if absent := [path for path in code if not (ROOT / path).exists()]:
         raise ClaimError(f"{name}: there is no {absent[0]}, which a row of {described['file']} measures.")
     try:
         return [
-            Result(row, described["show"].format_map(row), code, _reached(row, described), file)
+            Result(row, described["show"].format_map(row), code, _reached(row, described, base), file)
             for row in newest_rows(rows)
         ]
     except KeyError as error:
         raise ClaimError(f"{name}: a row of {described['file']} that has {where} has no {error}.") from None
 
 
-def _reached(row: Row, described: Mapping[str, Any]) -> bool | None:
-    """Return whether the values of a row reach the goals `at_least` and `at_most`; None if there are none."""
+def _reached(row: Row, described: Mapping[str, Any], base: Row | None = None) -> bool | None:
+    """Return whether the values of a row reach the goals `at_least` and `at_most`; None if there are none.
+
+    With a row `base` a goal is times its value.
+    """
     goals = [(value, goal, 1) for value, goal in described.get("at_least", {}).items()]
     goals += [(value, goal, -1) for value, goal in described.get("at_most", {}).items()]
+    if base is not None:
+        goals = [(value, goal * base[value], sign) for value, goal, sign in goals]
     reached = (row[value] is not None and sign * row[value] >= sign * goal for value, goal, sign in goals)
     return all(reached) if goals else None
 

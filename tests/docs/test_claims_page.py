@@ -1,5 +1,7 @@
 """docs/claims.md: verdicts need evidence that agrees with them, and results of code that has changed bear a mark."""
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -78,6 +80,29 @@ def test_a_description_that_no_row_fits_is_one_message(change, said):
 def test_goals_of_values(speedup, goals, reached):
     """A value that was not found, such as the step of a loss that no run reaches, reaches no goal."""
     assert claims._reached({**ROW, "speedup": speedup}, goals) is reached
+
+
+def test_a_goal_beside_another_row_is_times_its_value():
+    goals = {"at_least": {"speedup": 1.5}}
+    assert claims._reached({**ROW, "speedup": 3.0}, goals, {**ROW, "speedup": 2.0}) is True
+    assert claims._reached({**ROW, "speedup": 2.9}, goals, {**ROW, "speedup": 2.0}) is False
+
+
+def test_rows_of_two_commits_are_not_compared(tmp_path):
+    """Of each device and variant the newest counts."""
+    described = [{"file": "x", "where": {"variant": name}, "show": "", "code": ["scripts"]} for name in "ab"]
+    described[0] |= {"at_least": {"speedup": 1.0}, "beside": 1}
+
+    def measure(commits: Sequence[str]) -> None:
+        rows = [{**ROW, "variant": name, "commit": commit * 40} for name, commit in zip("ab", commits, strict=True)]
+        (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    measure("11")
+    (found,) = claims._results("x", described[0], tmp_path, described)
+    assert found.reached
+    measure("12")
+    with pytest.raises(ClaimError, match="measure both again in one run"):
+        claims._results("x", described[0], tmp_path, described)
 
 
 def test_a_result_of_unknown_code_bears_a_mark():
