@@ -11,12 +11,12 @@ from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.distributed.cluster import on_first_process
 from jaxstack.errors import ConfigError
 
-_OVERRIDE = re.compile(r"(layers|calibration|store|vectors)(\.\w+)*=")
+_OVERRIDE = re.compile(r"(layers|calibration|store|vectors|parallel)(\.\w+)*=")
 """Override of a recipe's value."""
 
 _LESS_MEMORY = (
-    "calibration.sequences or calibration.batch_size, add --from-disk, or set JAX_PLATFORMS=cpu, as the host may have "
-    "more memory"
+    "calibration.sequences or calibration.batch_size, add --from-disk or parallel.tensor, or set JAX_PLATFORMS=cpu, as "
+    "the host may have more memory"
 )
 """Ways to need less device memory, for the message that there is too little."""
 
@@ -28,7 +28,8 @@ def make_parser() -> CommandParser:
         description="Compress the model of a run or a Hugging Face checkpoint: quantize, prune, factorize. A recipe "
         "chooses the method of each layer. The result is a run directory for generate, evaluate, serve and convert, "
         "with a report of bytes and held-out perplexity before and after.",
-        epilog="The model is compressed on one device, in float32.",
+        epilog="The model is compressed in float32, on one device unless parallel.tensor, parallel.fsdp or "
+        "parallel.data are given.",
     )
     parser.add_argument("--run", metavar="DIR", required=True, help="run directory, or Hugging Face checkpoint")
     parser.add_argument(
@@ -48,7 +49,8 @@ def make_parser() -> CommandParser:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="values that replace the recipe's, e.g. calibration.sequences=32",
+        help="values that replace the recipe's, e.g. calibration.sequences=32; or several devices to compress on, "
+        "without a loss, e.g. parallel.tensor=4",
     )
     text = parser.add_argument_group("held-out text, which the perplexity is measured on")
     text.add_argument("--data", metavar="PATH", nargs="+", help="files, directories or globs (default: the run's own)")
@@ -89,11 +91,12 @@ def _compress(args: argparse.Namespace) -> None:
 
     out = args.out or f"{Path(args.run)}-{Path(args.recipe).stem}"
     text = TextOptions(args.data or (), args.text_key, args.max_tokens)
+    layout = [word for word in args.overrides if word.startswith("parallel.")]
     result = compress(
         args.run,
-        load_recipe(args.recipe, args.overrides),
+        load_recipe(args.recipe, [word for word in args.overrides if word not in layout]),
         out,
-        CompressOptions(args.step, text, args.layer_tokens, args.from_disk),
+        CompressOptions(args.step, text, args.layer_tokens, args.from_disk, layout),
         report=lambda line: print(line, file=sys.stderr),
     )
     print("\n".join(summary_lines(result)))

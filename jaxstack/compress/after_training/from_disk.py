@@ -38,7 +38,7 @@ class DiskCompression:
 
     Args:
       stored: the checkpoint.
-      config: its configuration, on one device, in float32.
+      config: its configuration, with the layout of the compression, in float32.
       methods: method of each weight to compress.
       layouts: the weights that can be compressed, as matrices.
       recipe: how plain parameters are stored, and how experts are calibrated.

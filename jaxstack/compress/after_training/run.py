@@ -46,6 +46,10 @@ Measure: TypeAlias = Callable[[Leaves, int | None], TextLoss]
 """(parameters, token limit) -> loss on the held-out text."""
 
 
+_AXES = ("parallel.data", "parallel.fsdp", "parallel.tensor")
+"""Settings of `CompressOptions.layout`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class CompressOptions:
     """Options of `compress`: which checkpoint to compress, and on which text to measure the loss.
@@ -56,12 +60,15 @@ class CompressOptions:
       layer_tokens: tokens of held-out text on which each layer's own loss is measured; 0: it is not.
       from_disk: read, compress and write one layer after the other, for a model larger than the memory; a Hugging Face
         checkpoint, of which no loss is measured.
+      layout: settings of `parallel`, such as `parallel.tensor=2`, for a model larger than a device: weights and
+        calibration are split over the devices, and no loss is measured; empty: one device.
     """
 
     step: int | None = None
     text: TextOptions = TextOptions()
     layer_tokens: int = 8192
     from_disk: bool = False
+    layout: Sequence[str] = ()
 
 
 def compress(
@@ -86,7 +93,7 @@ def compress(
 
     Raises:
       ConfigError: the recipe has a mistake or does not fit the model, `output` exists, or text is given with
-        `from_disk`.
+        `from_disk` or `layout`.
       JaxstackError: there is no checkpoint.
     """
     directory = Path(directory)
@@ -94,6 +101,13 @@ def compress(
     options = options or CompressOptions()
     if options.from_disk and options.text.paths:
         raise ConfigError("--data measures losses with the whole model in memory; leave it out with --from-disk.")
+    if other := [word for word in options.layout if word.partition("=")[0] not in _AXES]:
+        raise ConfigError(f"models are compressed with {', '.join(_AXES)} only; leave out {' '.join(other)}.")
+    if options.layout and options.text.paths:
+        raise ConfigError(
+            f"--data measures losses on one device; leave it out with {' '.join(options.layout)}, and run "
+            "jaxstack.evaluate on the result, which takes parallel.data and parallel.tensor."
+        )
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     stored = StoredModel.open(directory, report)
     source = run_config(stored)
@@ -111,20 +125,24 @@ def compress(
     config = _compressed_config(source, stored, output, tokenizer)
     batches = _calibration(methods, stored, source, recipe, report)
     step = stored.choose_step(options.step)
-    # In float32, with layers unrolled and adapters merged, on one device. Weights that training rounded are taken as
-    # the optimizer stored them: rounding a second time has other scales, and other results.
-    one_device = run_config(stored, ["parallel.data=1", "precision.compute=float32"])
+    # In float32, with layers unrolled and adapters merged. Weights that training rounded are taken as the optimizer
+    # stored them: rounding a second time has other scales, and other results.
+    placed = run_config(stored, [*(options.layout or ["parallel.data=1"]), "precision.compute=float32"])
     if options.from_disk:
-        work = DiskCompression(stored, one_device, methods, layouts, recipe, report)
+        work = DiskCompression(stored, placed, methods, layouts, recipe, report)
         with new_directory(output) as folder:
             with doing("compressing"):
                 result = work.write(folder, batches, step)
             _write_files(folder, result, recipe, config, tokenizer, stored)
         return result
     with doing("loading the model"):
-        decoder = load_decoder(stored, one_device, step=options.step, form="master", layout_chosen=True)
+        decoder = load_decoder(stored, placed, step=options.step, form="master", layout_chosen=True)
     # The text and the output are opened before the work, so that a mistake in either is found at once.
-    measure = None if tokenizer is None else _open_measure(config, stored, options.text, report)
+    measure = None
+    if options.layout:
+        report("no loss is measured on several devices; run jaxstack.evaluate on the result")
+    elif tokenizer is not None:
+        measure = _open_measure(config, stored, options.text, report)
     with new_directory(output) as folder:
         with doing("compressing"):
             weights = _compress_weights(decoder, methods, layouts, batches, recipe, report)
