@@ -53,13 +53,15 @@ def coordination_state() -> CoordinationState:
     return cast(CoordinationState, _distributed.global_state)
 
 
-def keep_cpu_collectives_on_loopback() -> None:
-    """Make Gloo, which connects JAX processes on CPUs, listen on 127.0.0.1 instead of the host's address.
+def connect_cpu_collectives_at(address: str) -> None:
+    """Make Gloo, which connects JAX processes on CPUs, use an address of this host instead of that of the host's name.
 
-    jax has no setting for this. If jax no longer has the function that is replaced, nothing is changed.
+    jax has no setting for this. If jax no longer has the function that is replaced, nothing is changed. Call this
+    before a device is used.
     """
     with contextlib.suppress(AttributeError):
         backend = _xla_bridge._jax  # pyright: ignore[reportPrivateImportUsage]
         make = backend.make_gloo_tcp_collectives
-        if not isinstance(make, functools.partial):
-            backend.make_gloo_tcp_collectives = functools.partial(make, hostname="127.0.0.1")
+        if isinstance(make, functools.partial):
+            make = make.func
+        backend.make_gloo_tcp_collectives = functools.partial(make, hostname=address)

@@ -37,13 +37,12 @@ from jaxstack.checkpoint.neighbour import (
     check_room,
     find_holders,
     known_copies,
-    local_address,
     locate,
     needed_bytes,
 )
 from jaxstack.checkpoint.other_layout import PartCopy, gather, passed_over
 from jaxstack.distributed import coordination
-from jaxstack.distributed.cluster import check_tls_files, find_place
+from jaxstack.distributed.cluster import check_tls_files, find_place, local_address
 from jaxstack.distributed.device_setup import host_memory
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.observe.number_format import byte_size

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from jaxstack.checkpoint import manifest
 from jaxstack.checkpoint.memory_folder import Copies, Part, held_copies, read_part
-from jaxstack.distributed.cluster import TLS_PEER_PREFIX, split_address
+from jaxstack.distributed.cluster import TLS_PEER_PREFIX
 from jaxstack.errors import ConfigError
 from jaxstack.observe.number_format import byte_size
 
@@ -145,19 +145,6 @@ def _part_of(place: str) -> Part:
     part = read_part(place.partition("/")[2])
     assert part is not None, place
     return part
-
-
-def local_address(coordinator: str) -> str:
-    """Return this host's address on the network on which it reaches the coordinator `HOST:PORT`.
-
-    Raises:
-      OSError: there is no way to the coordinator.
-    """
-    host, port = split_address(coordinator)
-    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # of a datagram socket: only chooses the route, nothing is sent
-        return probe.getsockname()[0]
 
 
 def _tls_context(files: Sequence[str], side: int) -> ssl.SSLContext:

@@ -182,6 +182,19 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def local_address(coordinator: str) -> str:
+    """Return this host's address on the network on which it reaches the coordinator `HOST:PORT`.
+
+    Raises:
+      OSError: there is no way to the coordinator.
+    """
+    host, port = split_address(coordinator)
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # of a datagram socket: only chooses the route, nothing is sent
+        return probe.getsockname()[0]
+
+
 def is_loopback(address: str) -> bool:
     """Return True if the host of an address `HOST:PORT` resolves to the loopback interface only."""
     host, port = split_address(address)

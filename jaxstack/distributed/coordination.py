@@ -1,6 +1,7 @@
 """Connects the processes of a run, and exchanges small values between them without using devices."""
 
 import collections
+import contextlib
 import inspect
 import io
 import json
@@ -16,9 +17,16 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jaxstack.distributed.cluster import TLS_PEER_PREFIX, Place, check_tls_files, is_loopback, split_address
+from jaxstack.distributed.cluster import (
+    TLS_PEER_PREFIX,
+    Place,
+    check_tls_files,
+    is_loopback,
+    local_address,
+    split_address,
+)
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.jax_compat import CoordinationClient, coordination_state, keep_cpu_collectives_on_loopback
+from jaxstack.jax_compat import CoordinationClient, connect_cpu_collectives_at, coordination_state
 
 Json: TypeAlias = Any
 """A value of plain JSON: None, a number, a string, or lists and dicts of them."""
@@ -42,7 +50,8 @@ def connect(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int =
     tls = _tls_options(place)
     if place.index == 0:
         _check_free(place.bind or place.coordinator)
-    _use_gloo(place)
+    # Jax's only implementation without further software.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # The handler of SIGTERM that this service installs would replace ours.
     if "jax_enable_preemption_service" in jax.config.values:
         jax.config.update("jax_enable_preemption_service", False)
@@ -70,6 +79,10 @@ def connect(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int =
         ) from None
     finally:
         timer.cancel()
+    # Only now: before, the coordinator's name may not be known yet, as of a pod that starts later.
+    address = _gloo_address(place.coordinator)
+    if address is not None:
+        connect_cpu_collectives_at(address)
 
 
 def _tls_options(place: Place) -> dict[str, Any]:
@@ -117,14 +130,16 @@ def _exit_unconnected(place: Place, seconds: int) -> None:
     os._exit(1)
 
 
-def _use_gloo(place: Place) -> None:
-    """Select Gloo for collectives between CPU processes, on the loopback interface if the coordinator uses it.
+def _gloo_address(coordinator: str) -> str | None:
+    """Return the address at which Gloo is to listen: this host's in the coordinator's network; None if it has none.
 
-    Gloo is jax's only implementation without further software. By default it listens on the address of the host name.
+    By default it is that of the host's name, which many systems map to the loopback interface.
     """
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if is_loopback(place.coordinator):
-        keep_cpu_collectives_on_loopback()
+    if is_loopback(coordinator):
+        return "127.0.0.1"
+    with contextlib.suppress(OSError):
+        return local_address(coordinator)
+    return None
 
 
 def _client() -> CoordinationClient:

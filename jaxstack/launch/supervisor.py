@@ -293,7 +293,7 @@ class Supervisor:
                 # The others cannot continue without a process that was asked to stop, however they react.
                 return stopped[0], "stopped by a signal"
             elif failed:
-                return self._failed(failed, running)
+                return self._failed(failed, {child.rank: child.record() for child in children}, running)
             elif not running:
                 return 0, "done"
             elif self._rendezvous is not None and (change := self._rendezvous.change()) is not None:
@@ -328,8 +328,10 @@ class Supervisor:
             say(f"{_ranks(running)} did not end within {self.job.grace_seconds:.0f} s of the signal")
         return 128 + signum, "stopped by a signal"
 
-    def _failed(self, failed: dict[int, int], running: Sequence[Child]) -> tuple[int, str]:
-        reason = ", ".join(f"rank {rank} {_describe_code(code)}" for rank, code in failed.items())
+    def _failed(self, failed: dict[int, int], records: dict[int, Record], running: Sequence[Child]) -> tuple[int, str]:
+        reason = ", ".join(
+            f"rank {rank} {_describe_code(code)}{_describe_place(records[rank])}" for rank, code in failed.items()
+        )
         # jax ends the other processes when one falls silent, so the silent one is the cause.
         for child in running:
             if child.is_stopped():
@@ -406,6 +408,11 @@ def _describe_code(code: int) -> str:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
         return f"was ended by signal {-code}"
+
+
+def _describe_place(record: Record) -> str:
+    """Return the phase and step in which a process ended; "" if it has told none."""
+    return "" if record.phase == "other" else f" in phase {record.phase!r} at step {record.step}"
 
 
 def _ranks(children: Sequence[Child]) -> str:

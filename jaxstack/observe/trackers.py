@@ -2,9 +2,12 @@
 
 import contextlib
 import importlib
+import io
+import itertools
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +27,41 @@ class Tracker(Protocol):
         """Write buffered values. Nothing may be logged afterwards."""
 
 
+class _WholeRecords:
+    """A file to which records are appended whole and without buffering; what a full disk has no room for waits.
+
+    Args:
+      path: the file; it is made if it does not exist.
+    """
+
+    def __init__(self, path: Path):
+        self._file = path.open("ab", buffering=0)
+        self._pending = b""
+
+    def append(self, record: bytes) -> None:
+        """Write a record after those that wait.
+
+        Raises:
+          OSError: there was no room; nothing was written, and all of them wait for the next call.
+        """
+        self._pending += record
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = 0
+            while written < len(self._pending):
+                written += self._file.write(self._pending[written:]) or 0
+        except OSError:
+            self._file.truncate(end)  # no torn record
+            raise
+        self._pending = b""
+
+    def close(self) -> None:
+        try:
+            self.append(b"")
+        finally:
+            self._file.close()
+
+
 class JsonLines:
     """Tracker that appends one JSON object per line to a file, `{"step": ..., **values}`, without buffering.
 
@@ -41,32 +79,15 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _drop_lines(self.path, lambda line: _is_before(line, start_step))
-        self._file = self.path.open("ab", buffering=0)
-        self._pending = b""
+        self._file = _WholeRecords(self.path)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a step's values. Lines that a full disk has no room for are written as soon as there is room."""
         record = {"step": int(step)} | {key: _plain(value) for key, value in values.items()}
-        self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
-        self._write()
-
-    def _write(self) -> None:
-        end = os.fstat(self._file.fileno()).st_size
-        try:
-            written = 0
-            while written < len(self._pending):
-                written += self._file.write(self._pending[written:]) or 0
-        except OSError:
-            self._file.truncate(end)  # no torn line
-            raise
-        self._pending = b""
+        self._file.append(json.dumps(record, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
-        try:
-            if self._pending:
-                self._write()
-        finally:
-            self._file.close()
+        self._file.close()
 
 
 def _plain(value: Any) -> Any:
@@ -98,9 +119,13 @@ def _drop_lines(path: Path, keep: Callable[[bytes], bool]) -> None:
         target.writelines(line for line in lines if keep(line))
 
 
-class TensorBoard:
-    """Tracker that writes scalars as TensorBoard event files, with TensorBoard's own writer (no TensorFlow, no torch).
+_event_files = itertools.count()
 
+
+class TensorBoard:
+    """Tracker that writes scalars as TensorBoard event files, with TensorBoard's own records (no TensorFlow, no torch).
+
+    TensorBoard's own file writer is not used: it writes in a thread, which ends with a traceback when the disk is full.
     A resumed run marks its start in the event file, so that TensorBoard drops the values that an earlier process wrote
     after `start_step`.
     """
@@ -108,16 +133,20 @@ class TensorBoard:
     def __init__(self, directory: str | Path, start_step: int = 0):
         # Imported here: it takes a third of a second, and a run without this tracker does not need it.
         from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         # The generated modules hide their classes from type checkers.
         self._event: Any = vars(event_pb2)["Event"]
         self._summary: Any = vars(summary_pb2)["Summary"]
         session: Any = vars(event_pb2)["SessionLog"]
         Path(directory).mkdir(parents=True, exist_ok=True)
-        self._writer = EventFileWriter(str(directory), flush_secs=10)
+        self._to_record = RecordWriter
+        # TensorBoard reads the files in the order of their names.
+        number = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_event_files)}"
+        self._file = _WholeRecords(Path(directory) / f"events.out.tfevents.{number}")
+        self._write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
         start = session(status=session.START)
-        self._writer.add_event(self._event(wall_time=time.time(), step=start_step + 1, session_log=start))
+        self._write(self._event(wall_time=time.time(), step=start_step + 1, session_log=start))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
@@ -126,11 +155,15 @@ class TensorBoard:
             for key, value in numbers.items()
             if isinstance(value, int | float)
         ]
-        event = self._event(wall_time=time.time(), step=int(step), summary=self._summary(value=scalars))
-        self._writer.add_event(event)
+        self._write(self._event(wall_time=time.time(), step=int(step), summary=self._summary(value=scalars)))
+
+    def _write(self, event: Any) -> None:
+        record = io.BytesIO()
+        self._to_record(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 def _import_for(tracker: str, module: str, package: str) -> Any:

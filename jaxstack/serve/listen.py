@@ -15,9 +15,9 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxstack.checkpoint.neighbour import local_address
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.engine import Engine
+from jaxstack.distributed.cluster import local_address
 from jaxstack.errors import ConfigError
 from jaxstack.models.adapter_stack import AdapterMatrices
 from jaxstack.serve.config import ServerConfig

@@ -148,6 +148,15 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def test_a_failure_is_told_with_its_phase_and_step():
+    program = (
+        "import os; from jaxstack.resilience.progress_file import ProgressFile, PROGRESS; "
+        "file = ProgressFile(os.environ[PROGRESS]); file.note('train', step=7); os.kill(os.getpid(), 9)"
+    )
+    out, _ = launch("--max-restarts", "0", program=program).communicate(timeout=60)
+    assert "rank 0 was ended by SIGKILL in phase 'train' at step 7; nothing is saved" in out
+
+
 @pytest.mark.quick
 def test_no_orphans_and_no_shared_memory_are_left():
     """The grandchild has left its parent's session, which killing the group does not reach."""

@@ -50,6 +50,32 @@ print(said)
 """
 
 
+FULL_DISK_OF_EVENTS = """
+import os, resource, sys
+from jaxstack.observe.trackers import TensorBoard, Trackers
+folder, said = sys.argv[1], []
+trackers = Trackers({"tensorboard": TensorBoard(folder)}, said.append)
+trackers.log(1, {"loss": 1.0})
+size = os.path.getsize(os.path.join(folder, *os.listdir(folder)))
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
+for step in (2, 3, 4):
+    trackers.log(step, {"loss": 1.0})
+assert os.path.getsize(os.path.join(folder, *os.listdir(folder))) == size, "no torn record"
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+trackers.log(5, {"loss": 1.0})
+trackers.close()
+print(said)
+"""
+
+
+def test_a_full_disk_costs_no_event_and_no_traceback(tmp_path):
+    command = [sys.executable, "-c", FULL_DISK_OF_EVENTS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.count("could not be written") == 1 and "of step 2 " in done.stdout
+    assert [step for step, _ in _scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5]
+
+
 def test_a_full_disk_is_said_once_and_loses_no_line(tmp_path):
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "metrics.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

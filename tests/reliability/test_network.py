@@ -1,16 +1,21 @@
-"""Row 15: what the processes of a run listen on, and whom they let in."""
+"""Row 15: what the processes of a run listen on, whom they let in, and a network between nodes that is cut or slow."""
 
+import contextlib
 import inspect
+import os
+import re
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 
 import jax
 import pytest
 
 from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, TLS_FILES, TLS_PEER_PREFIX
 from jaxstack.launch.supervisor import free_port
-from tests.reliability.runs import REPOSITORY, Runs, end, finish
+from tests.reliability.runs import FAULTY, REPOSITORY, Runs, end, finish, read_until
 
 HAS_TLS = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
 
@@ -102,3 +107,145 @@ def test_strangers_are_refused(runs: Runs, tmp_path, record):
     record(
         15, "a plaintext client, and one of another authority", "both refused; the run's own process let in after them"
     )
+
+
+NODES = ("10.99.73.1", "10.99.73.2")
+"""Addresses of two nodes in network namespaces of their own."""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def network() -> Iterator[list[str]]:
+    """Names of two network namespaces with a link between them, whose end is called `link` in both."""
+    names = [f"jaxstack-{os.getpid()}-{rank}" for rank in (0, 1)]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            first, second = names
+            ip("link", "add", "name", "link", "netns", first, "type", "veth", "peer", "name", "link", "netns", second)
+            for name, address in zip(names, NODES, strict=True):
+                ip("-n", name, "address", "add", f"{address}/24", "dev", "link")
+                for device in ("lo", "link"):
+                    ip("-n", name, "link", "set", "dev", device, "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces can be made here: {error}")
+        yield names
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):
+                ip("netns", "delete", name)
+
+
+LOSSES = (
+    "train.eval_every_steps=null",
+    "train.steps=40",
+    "checkpoint.every_steps=100",
+    "resilience.heartbeat_seconds=6",
+)
+
+
+def on_both(runs: Runs, name: str, network: list[str]) -> list[subprocess.Popen]:
+    """Starts a run on both nodes, with copies in memory, whose steps take a quarter of a second."""
+    command = runs.train(name, *LOSSES, "checkpoint.memory_every_steps=5", command=FAULTY)
+    return [
+        runs.start(
+            [
+                "ip",
+                "netns",
+                "exec",
+                node,
+                sys.executable,
+                "-m",
+                "jaxstack.launch",
+                "--nodes",
+                "2",
+                "--node-rank",
+                str(rank),
+            ]
+            + ["--coordinator", f"{NODES[0]}:8476", "--insecure", "--step-seconds", "20", "--", *command],
+            FAULT="slow",
+            FAULT_RANK="-1",
+        )  # fmt: skip
+        for rank, node in enumerate(network)
+    ]
+
+
+@pytest.fixture(scope="module")
+def calm(runs: Runs) -> dict[int, float]:
+    """The losses of a run that nothing disturbs."""
+    code, said = finish(runs.launch(["--processes", "2"], runs.train("calm", *LOSSES)))
+    assert code == 0, said
+    return runs.losses("calm")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("silently", [False, True])
+def test_a_cut_network_is_noticed_on_both_nodes(runs: Runs, network, calm, silently, record):
+    """The link between two nodes goes down, or nothing that is sent arrives; later it is as before."""
+    name = f"cut-{silently}"
+    both = on_both(runs, name, network)
+    nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "link")
+    try:
+        runs.wait_for_step(both[0], name, 13)
+        cut = time.monotonic()
+        if silently:
+            for node, peer in zip(network, reversed(NODES), strict=True):
+                ip("-n", node, "neighbour", "replace", peer, *nobody)
+        else:
+            ip("-n", network[0], "link", "set", "dev", "link", "down")
+        said = [read_until(launcher, "start 1 failed after")[-1] for launcher in both]
+        seconds = time.monotonic() - cut
+        if silently:
+            for node, peer in zip(network, reversed(NODES), strict=True):
+                ip("-n", node, "neighbour", "delete", peer, "dev", "link")
+        else:
+            ip("-n", network[0], "link", "set", "dev", "link", "up")
+        ends = [finish(launcher) for launcher in both]
+    finally:
+        for launcher in both:
+            end(launcher)
+    assert seconds < 20, said
+    assert all(re.search(r"rank \d .*in phase 'train' at step 1\d", line) for line in said), said
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert re.search(r"resuming from step 1\d? \(from memory", ends[0][1]), ends[0][1]
+    assert runs.losses(name) == calm
+    what = "nothing that is sent between two nodes arrives" if silently else "the link between two nodes down"
+    record(15, what, f"both noticed it within {seconds:.0f} s (heartbeat 6 s); 40 losses bit-equal to a calm run")
+
+
+@pytest.mark.exhaustive
+def test_a_slow_network_is_no_failure(runs: Runs, network, calm, record):
+    both = on_both(runs, "slow", network)
+    try:
+        runs.wait_for_step(both[0], "slow", 8)
+        shape = [
+            "tc",
+            "-n",
+            network[0],
+            "qdisc",
+            "add",
+            "dev",
+            "link",
+            "root",
+            "tbf",
+            "rate",
+            "2mbit",
+            "burst",
+            "16kbit",
+        ]
+        if subprocess.run([*shape, "latency", "400ms"], check=False, capture_output=True).returncode:
+            pytest.skip("the kernel cannot slow a link down (tc tbf)")
+        began = time.monotonic()
+        runs.wait_for_step(both[0], "slow", 28)
+        seconds = time.monotonic() - began
+        ends = [finish(launcher) for launcher in both]
+    finally:
+        for launcher in both:
+            end(launcher)
+    assert [code for code, _ in ends] == [0, 0] and "failed" not in ends[0][1], ends
+    assert runs.losses("slow") == calm
+    record(15, "a link of 2 Mbit/s between two nodes", f"{seconds / 20:.1f} s a step, no restart; losses bit-equal")
