@@ -42,6 +42,7 @@ their script; at the row's commit it may have been in another folder of `benchma
 - Rows with *at the start* tokens/s are the second half of 30 s of steps, or of as many as `--seconds` in the command
   says. Rows without are short measurements.
 - A dash means that the row has no such value.
+- The code may have changed since a row's commit: [Claims](claims.md) marks the rows behind claims for which it has.
 """
 NOTES = {
     "ablation": """\
