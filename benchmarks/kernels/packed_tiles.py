@@ -22,8 +22,9 @@ from benchmarks.rows import print_table
 from jaxstack.distributed.xla_options import packed_weight_options
 from pallas_kernels import PackedWeight
 from pallas_kernels.target import multiprocessors
-from pallas_kernels.weight_only import triton, xla
+from pallas_kernels.weight_only import fragments, triton, xla
 from pallas_kernels.weight_only.formats import TwoOfFourFormat
+from pallas_kernels.weight_only.fragments import FragmentTile
 from pallas_kernels.weight_only.packed import pack_integers
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
 from pallas_kernels.weight_only.rounding_grid import Grid
@@ -31,6 +32,7 @@ from pallas_kernels.weight_only.rounding_grid import Grid
 Packing = Grid | TwoOfFourFormat
 COLUMNS = ("weight", "out", "in", "rows", "variant", "microseconds", "speedup", "bandwidth", "error", "problem")
 TILE_FIELDS = ("block_out", "block_in", "ranges", "slices", "warps", "stages")
+FRAGMENT_FIELDS = ("blocks", "warps", "ranges")
 _BYTES = 2**27
 """Of the weights of one program, more than twice the cache of an H200."""
 _LARGEST_ERROR = 0.01
@@ -137,10 +139,11 @@ def _print_fastest(rows: list[Row], works: Sequence[tuple[int, int, int]], forma
         shown += [row for n, row in enumerate(here) if n < 3 or row["variant"] == "xla"]
         tile = next((row["tile"] for row in here if row["tile"]), None)
         if tile is not None:
-            blocks = ", ".join(str(tile[name]) for name in TILE_FIELDS)
             packing = formats[kind]
+            kind = "Tile" if "stages" in tile else "FragmentTile"
+            blocks = ", ".join(str(tile[name]) for name in (TILE_FIELDS if "stages" in tile else FRAGMENT_FIELDS))
             bits = packing.bits if isinstance(packing, Grid) else 16
-            lines.append(f"    ({bits}, {outputs}, {inputs}, {triton.padded_rows(count)}): Tile({blocks}),")
+            lines.append(f"    ({bits}, {outputs}, {inputs}, {triton.padded_rows(count)}): {kind}({blocks}),")
     print_table(shown, COLUMNS)
     print("\n".join(["Lines for `MEASURED` in pallas_kernels/weight_only/triton.py:", *lines]))
 
@@ -173,23 +176,37 @@ def _time_shape(
 
 def _variants(
     request: PackedMatmulRequest | None, backends: Sequence[str]
-) -> list[tuple[str, triton.Tile | None, Product]]:
+) -> list[tuple[str, triton.Tile | FragmentTile | None, Product]]:
     """Return the name, the tile and the function of each way to multiply."""
     if request is None:
         return [("bf16", None, lambda x, w: x @ w)]
 
-    def product(x: jax.Array, w: PackedWeight, tile: triton.Tile | None) -> jax.Array:
+    def product(x: jax.Array, w: PackedWeight, tile: triton.Tile | FragmentTile | None) -> jax.Array:
         made, _ = make_request(x, w, None)
         return xla.multiply(made) if tile is None else triton.multiply(made, tile)
 
-    found: list[tuple[str, triton.Tile | None, Product]] = []
+    found: list[tuple[str, triton.Tile | FragmentTile | None, Product]] = []
     if "xla" in backends:
         found.append(("xla", None, lambda x, w: product(x, w, None)))
     if "triton" in backends and triton.unsupported_reason(request) is None:
-        for tile in candidate_tiles(triton.make_plan(request)):
+        tiles: list[triton.Tile | FragmentTile] = [*fragment_tiles(request)]
+        if not isinstance(request.weight.format, TwoOfFourFormat):
+            tiles += candidate_tiles(triton.make_plan(request))
+        for tile in tiles:
             name = "/".join(str(int(part)) for part in dataclasses.astuple(tile))
             found.append((name, tile, lambda x, w, tile=tile: product(x, w, tile)))
     return found
+
+
+def fragment_tiles(request: PackedMatmulRequest) -> Iterator[FragmentTile]:
+    """Return the tiles of the kernels of `fragments` whose warps occupy a fifth of all multiprocessors or more."""
+    if fragments.unsupported_reason(request) is not None:
+        return
+    for blocks, warps, ranges in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8)):
+        plan = fragments.make_plan(request, FragmentTile(blocks, warps, ranges))
+        count = plan.outputs // (16 * blocks) * warps * ranges
+        if fragments.tile_problem(plan) is None and count >= 12 * multiprocessors() and blocks * plan.columns <= 8:
+            yield plan.tile
 
 
 def candidate_tiles(plan: triton.ProductPlan) -> list[triton.Tile]:
@@ -215,8 +232,6 @@ def _keeps_busy(plan: triton.ProductPlan, tile: triton.Tile) -> bool:
     if triton.tile_problem(plan) is not None:
         return False
     weights = tile.block_out * tile.block_in * tile.slices // plan.halves
-    if plan.two_of_four:  # half as many values of two bytes, and a bit for each input
-        weights += weights // 8
     activations = 2 * plan.padded_rows * tile.block_in * tile.slices
     shared = (tile.stages - 1) * (weights + activations) + 1024
     threads = 32 * tile.warps

@@ -3,9 +3,10 @@
 At few rows the product is limited by reading the weight. XLA's matmuls spend more time on the conversion of integers
 than on reading them, mostly with scales of groups; these kernels convert two integers with each instruction and apply
 the scale of a group to a partial sum. Values of a lookup table XLA writes to memory before its matmul; these kernels
-look them up in registers. With integers or indices of up to 4 bits each byte holds two neighbours, which are not put
-back into the order of the row: the low halves are multiplied by the activations with even positions, the high halves by
-those with odd ones.
+look them up in registers. There are two kinds: those of `triton_kernel` use `tl.dot` and read all formats but 2:4
+sparsity; those of `fragments` are for it, and for few rows with integers of 4 bits. In the first kind, with
+integers or indices of up to 4 bits, each byte holds two neighbours, which are not put back into the order of the row:
+the low halves are multiplied by the activations with even positions, the high halves by those with odd ones.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.target import Target, automatic_axes, multiprocessors
 from pallas_kernels.triton_support import triton_call, unsupported_target
-from pallas_kernels.weight_only import xla
+from pallas_kernels.weight_only import fragments, xla
 from pallas_kernels.weight_only.float8_products import MOST_EXACT_ROWS
 from pallas_kernels.weight_only.formats import (
     Float8Format,
@@ -29,10 +30,13 @@ from pallas_kernels.weight_only.formats import (
     RoundedInputFormat,
     TwoOfFourFormat,
 )
+from pallas_kernels.weight_only.fragments import FragmentTile
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import PackedMatmulRequest
 
 _LEAST_CAPABILITY = (9, 0)
+_MANY_OUTPUTS = 128
+"""Outputs for each multiprocessor from which on the kernel of `fragments` is the faster one for integers of 4 bits."""
 MOST_ROWS = 64
 """Rows that the kernel multiplies with a matrix at most."""
 
@@ -82,7 +86,6 @@ class ProductPlan:
         exponent_size: inputs that share an exponent; 0: there are none.
         tiles: tiles of `rows` rows, each multiplied with one of several matrices; 0: there is one matrix.
         float8: True for FP8.
-        two_of_four: True for values with 2:4 sparsity.
     """
 
     rows: int
@@ -97,12 +100,6 @@ class ProductPlan:
     exponent_size: int = 0
     tiles: int = 0
     float8: bool = False
-    two_of_four: bool = False
-
-    @property
-    def together(self) -> int:
-        """Number of inputs whose weights are one element in memory."""
-        return 8 if self.two_of_four else self.halves
 
     @property
     def all_rows(self) -> int:
@@ -150,7 +147,7 @@ class ProductPlan:
         return self.tile.assembly
 
 
-MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
+MEASURED: Mapping[tuple[int, int, int, int], Tile | FragmentTile] = {
     (8, 2048, 2048, 8): Tile(16, 256, 1, 4, 4, 3),
     (8, 2048, 2048, 16): Tile(16, 128, 1, 4, 4, 4),
     (8, 2048, 8192, 8): Tile(16, 128, 1, 4, 4, 4),
@@ -189,8 +186,16 @@ MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (4, 14336, 4096, 16): Tile(32, 128, 4, 1, 2, 6),
     (4, 16384, 2048, 8): Tile(32, 128, 1, 2, 2, 5),
     (4, 16384, 2048, 16): Tile(64, 128, 1, 2, 2, 4),
-    (4, 28672, 4096, 8): Tile(32, 128, 1, 2, 2, 4),
-    (4, 28672, 4096, 16): Tile(32, 128, 1, 1, 1, 5),
+    (4, 28672, 4096, 8): FragmentTile(1, 2),
+    (4, 28672, 4096, 16): FragmentTile(1, 2),
+    (16, 4096, 4096, 8): FragmentTile(1, 8),
+    (16, 4096, 4096, 16): FragmentTile(1, 8),
+    (16, 4096, 14336, 8): FragmentTile(1, 8),
+    (16, 4096, 14336, 16): FragmentTile(1, 8),
+    (16, 6144, 4096, 8): FragmentTile(1, 8),
+    (16, 6144, 4096, 16): FragmentTile(1, 8),
+    (16, 28672, 4096, 8): FragmentTile(1, 2),
+    (16, 28672, 4096, 16): FragmentTile(1, 1),
 }
 """(bits of a stored integer, outputs, inputs, `padded_rows`) -> the fastest tile on an H200, from `benchmarks/
 packed_products.py --sweep`, which prints such lines. Bits are 4 or 8, or 16 of 2:4 sparsity.
@@ -200,12 +205,8 @@ tiles of integers of as many bits, as both read the same bytes.
 
 
 def stored_matrix(weight: PackedWeight) -> jax.Array:
-    """Return the stored integers, indices or values of a packed weight that the Triton kernel reads.
-
-    Of integers and indices [out, in], of the values of 2:4 sparsity [out, in / 2].
-    """
-    names = {LookupFormat: "indices", TwoOfFourFormat: "values"}
-    return weight.arrays[names.get(type(weight.format), "q")]
+    """Return the stored integers or indices of a packed weight, [out, in], that the Triton kernel reads."""
+    return weight.arrays["indices" if isinstance(weight.format, LookupFormat) else "q"]
 
 
 def _matrix_shape(weight: PackedWeight) -> tuple[int, int]:
@@ -256,9 +257,8 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None, tiles: int
     rows = request.x.shape[0] // max(1, tiles)
     outputs, inputs = _matrix_shape(weight)
     lookup = isinstance(weight.format, LookupFormat)
-    two_of_four = isinstance(weight.format, TwoOfFourFormat)
     tables, entries = weight.arrays["codebook"].shape[-2:] if lookup else (1, 0)
-    groups = 1 if lookup or two_of_four else weight.arrays["scales"].shape[-1]
+    groups = 1 if lookup else weight.arrays["scales"].shape[-1]
     halves = 2 if bits == 4 else 1
     default = default_tile(outputs, inputs, groups, rows, tables, halves)
     default = dataclasses.replace(default, assembly=request.x.dtype == jnp.bfloat16)
@@ -277,13 +277,27 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None, tiles: int
         exponent_size=inputs // weight.arrays["exponents"].shape[-1] if "exponents" in weight.arrays else 0,
         tiles=tiles,
         float8=isinstance(weight.format, Float8Format),
-        two_of_four=two_of_four,
     )
-    measured = MEASURED.get((bits, outputs, inputs, plan.padded_rows))
-    if tile is not None or measured is None:
+    if tile is not None or not isinstance(measured := _measured_tile(request), Tile):
         return plan
     chosen = dataclasses.replace(plan, tile=dataclasses.replace(measured, assembly=default.assembly))
     return plan if tile_problem(chosen) else chosen  # Tiles were measured with other groups, and without tables.
+
+
+def _measured_tile(request: PackedMatmulRequest) -> Tile | FragmentTile | None:
+    return MEASURED.get((stored_bits(request), *_matrix_shape(request.weight), padded_rows(request.x.shape[0])))
+
+
+def fragment_tile(request: PackedMatmulRequest) -> FragmentTile | None:
+    """Return the tile of a call by the kernels of `fragments`; None: it is one of the others."""
+    if fragments.unsupported_reason(request) is not None:
+        return None
+    measured = _measured_tile(request)
+    if isinstance(measured, FragmentTile) and not fragments.tile_problem(fragments.make_plan(request, measured)):
+        return measured
+    plan = fragments.make_plan(request)
+    many = plan.outputs >= _MANY_OUTPUTS * multiprocessors()
+    return plan.tile if plan.sparse or measured is None and many else None
 
 
 def tile_problem(plan: ProductPlan) -> str | None:
@@ -296,23 +310,27 @@ def tile_problem(plan: ProductPlan) -> str | None:
     if plan.inputs % (tile.block_in * tile.ranges * tile.slices):
         parts = f"{tile.ranges} ranges of {tile.slices} slices"
         return f"{parts} of blocks of {tile.block_in} do not divide {plan.inputs} inputs"
-    if plan.two_of_four and tile.block_in % 128:
-        return f"blocks of {tile.block_in} inputs are fewer than 16 for each of {plan.together} places"
     if plan.groups > 1 and plan.group_size % tile.block_in:
         return f"blocks of {tile.block_in} do not divide a group of {plan.group_size} inputs"
     return None
 
 
-def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Array, "rows out"]:
+def multiply(request: PackedMatmulRequest, tile: Tile | FragmentTile | None = None) -> Float[Array, "rows out"]:
     """Multiply x with the transposed packed matrix by the Triton kernel; gradients are those of the XLA backend."""
     return _product(request.out_dtype, request.target, tile, request.x, request.weight)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _product(
-    out_dtype: jax.typing.DTypeLike, target: Target, tile: Tile | None, x: jax.Array, weight: PackedWeight
+    out_dtype: jax.typing.DTypeLike,
+    target: Target,
+    tile: Tile | FragmentTile | None,
+    x: jax.Array,
+    weight: PackedWeight,
 ) -> jax.Array:
-    return _launch(PackedMatmulRequest(x, weight, out_dtype, target), tile)
+    request = PackedMatmulRequest(x, weight, out_dtype, target)
+    chosen = tile or fragment_tile(request)
+    return fragments.multiply(request, chosen) if isinstance(chosen, FragmentTile) else _launch(request, chosen)
 
 
 def multiply_tiles(request: PackedMatmulRequest, groups: Int32[Array, " tiles"]) -> Float[Array, "rows out"]:
@@ -338,12 +356,7 @@ def _launch(request: PackedMatmulRequest, tile: Tile | None, groups: jax.Array |
         # A change of the type alone: XLA stores the integer at the even place in the low half of a byte.
         pairs = stored.reshape(*stored.shape[:-1], plan.inputs // 2, 2)
         stored = jax.lax.bitcast_convert_type(pairs, jnp.int8)
-    if plan.two_of_four:
-        x = x.reshape(plan.rows, -1, plan.together).transpose(2, 0, 1)
-        kept = weight.arrays["kept"]
-        constants = jax.lax.bitcast_convert_type(kept.reshape(plan.outputs, -1, 2), jnp.int8)
-    else:
-        constants = weight.arrays["codebook" if plan.entries else "scales"]
+    constants = weight.arrays["codebook" if plan.entries else "scales"]
     if plan.entries and plan.halves == 1:
         constants = constants.astype(x.dtype)  # The kernel rounds smaller tables itself.
     major, minor = request.target.compute_capability or (0, 0)
@@ -367,7 +380,11 @@ def _launch(request: PackedMatmulRequest, tile: Tile | None, groups: jax.Array |
 
 
 def _product_forward(
-    out_dtype: jax.typing.DTypeLike, target: Target, tile: Tile | None, x: jax.Array, weight: PackedWeight
+    out_dtype: jax.typing.DTypeLike,
+    target: Target,
+    tile: Tile | FragmentTile | None,
+    x: jax.Array,
+    weight: PackedWeight,
 ) -> tuple[jax.Array, tuple[jax.Array, PackedWeight]]:
     return _product(out_dtype, target, tile, x, weight), (x, weight)
 
@@ -375,7 +392,7 @@ def _product_forward(
 def _product_backward(
     out_dtype: jax.typing.DTypeLike,
     target: Target,
-    tile: Tile | None,
+    tile: Tile | FragmentTile | None,
     saved: tuple[jax.Array, PackedWeight],
     d_y: jax.Array,
 ) -> tuple[jax.Array, PackedWeight]:
@@ -460,7 +477,9 @@ def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
         if weight.stack:
             return "reads one matrix with 2:4 sparsity at a time; the weight is a stack, as of experts"
         dtype = weight.arrays["values"].dtype
-        return f"needs values in the dtype of the activations, {x.dtype}; got {dtype}" if dtype != x.dtype else None
+        if dtype != x.dtype:
+            return f"needs values in the dtype of the activations, {x.dtype}; got {dtype}"
+        return fragments.unsupported_reason(request)
     if isinstance(weight.format, LookupFormat):
         together = outputs // weight.arrays["codebook"].shape[-2]
         exponents = weight.arrays.get("exponents")

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.weight_only.triton_lookup import load_table, look_up
-from pallas_kernels.weight_only.triton_two_of_four import add_product
 
 # Each converts the four bytes of a register, or one half of each byte, to bfloat16: two registers of two values. The
 # bits become the lowest ones of a bfloat16 with the high byte 0x43, from 128 to 255, where neighbouring values differ
@@ -106,15 +105,6 @@ def _convert(stored, half: tl.constexpr, table, power, plan: tl.constexpr, like)
 
 
 @triton.jit
-def _stored_at(q, plan: tl.constexpr):
-    """Return the pointer to the stored elements: bytes, or the words of four values of a 2:4 sparse weight."""
-    if plan.two_of_four:
-        return q.to(tl.pointer_type(tl.int64))
-    else:
-        return q
-
-
-@triton.jit
 def _load_activations(x, place, valid, plan: tl.constexpr):
     """Return the activations for integers in the low and in the high 4 bits of bytes; for 8 bits twice the same."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -169,17 +159,16 @@ def product_kernel(x, q, constants, exponents, groups, out, plan: tl.constexpr):
 
     The program ids are the block and the range. `q` holds the bytes of the matrix, [out, in / halves]. `constants` are
     the scales of numbers, [out / scale_rows, groups], or the tables [tables, entries] of indices. `exponents`
-    [out, in / exponent_size] are read if `exponent_size` is not 0. With `two_of_four`, `q` are the values
-    [out, in / 2], `constants` the bytes [out, in / 8] that tell their places, and x is [8, rows, in / 8]. `out` is
-    [rows, out] if there is one range, otherwise float32 [ranges, rows, out]. A tile of the matrix is the left operand
-    of a tensor core, which has at least 16 rows, and the activations are the right one, which has at least 8 columns.
+    [out, in / exponent_size] are read if `exponent_size` is not 0. `out` is [rows, out] if there is one range,
+    otherwise float32 [ranges, rows, out]. A tile of the matrix is the left operand of a tensor core, which has at least
+    16 rows, and the activations are the right one, which has at least 8 columns.
 
     With `tiles` there is a third program id, the tile of `rows` rows of x [tiles * rows, in], and `groups` [tiles] has
     the number of its matrix in q [matrices, out, in / halves] and the other arrays, or -1, for which the result is 0.
     """
     x, q, constants, exponents, out, active = _move_to_tile(x, q, constants, exponents, groups, out, plan)
-    width: tl.constexpr = plan.block_in // plan.together
-    stride: tl.constexpr = plan.inputs // plan.together
+    width: tl.constexpr = plan.block_in // plan.halves
+    stride: tl.constexpr = plan.inputs // plan.halves
     block_out: tl.constexpr = plan.block_out
     padded_rows: tl.constexpr = plan.padded_rows
     block = tl.program_id(0)
@@ -188,40 +177,35 @@ def product_kernel(x, q, constants, exponents, groups, out, plan: tl.constexpr):
     row = tl.arange(0, padded_rows)
     column = tl.arange(0, width)
     row_valid = (row < plan.rows)[None]
-    places = output.to(tl.int64)[:, None] * stride + column
-    here = _stored_at(q, plan) + places
+    here = q + output.to(tl.int64)[:, None] * stride + column
     first = part * plan.steps
     total = tl.zeros([block_out, padded_rows], tl.float32)
     table = 0
     if plan.entries > 0:
         table = load_table(constants, block, plan, x)
-    elif not plan.two_of_four:
+    else:
         scale_of = constants + output // plan.scale_rows * plan.groups
         scale = tl.load(scale_of + first * plan.block_in // plan.group_size).to(tl.float32)
     for step in range(first, first + plan.steps * active):
         stored = tl.load(here + step * width)
         beside = row[None] * stride + step * width + column[:, None]
-        if plan.two_of_four:
-            kept = tl.load(constants + places + step * width)
-            total = add_product(total, stored, kept, x, beside, row_valid, plan)
+        low, high = _load_activations(x, beside, row_valid, plan)
+        # With a scale for each group the sum starts anew, as it is multiplied by the scale.
+        partial = total
+        if plan.groups > 1:
+            partial = tl.zeros([block_out, padded_rows], tl.float32)
+        power = 1
+        if plan.exponent_size > 0:
+            power = _load_powers(exponents, (step * width + column)[None], output[:, None], plan, x)
+        partial = _add_bytes(partial, stored, low, high, table, power, plan, x)
+        if plan.groups > 1:
+            total += partial * scale[:, None]
+            # Loads of two bytes are not pipelined by the compiler: this one is waited for in the next step.
+            group = tl.minimum((step + 1) * plan.block_in // plan.group_size, plan.groups - 1)
+            scale = tl.load(scale_of + group).to(tl.float32)
         else:
-            low, high = _load_activations(x, beside, row_valid, plan)
-            # With a scale for each group the sum starts anew, as it is multiplied by the scale.
-            partial = total
-            if plan.groups > 1:
-                partial = tl.zeros([block_out, padded_rows], tl.float32)
-            power = 1
-            if plan.exponent_size > 0:
-                power = _load_powers(exponents, (step * width + column)[None], output[:, None], plan, x)
-            partial = _add_bytes(partial, stored, low, high, table, power, plan, x)
-            if plan.groups > 1:
-                total += partial * scale[:, None]
-                # Loads of two bytes are not pipelined by the compiler: this one is waited for in the next step.
-                group = tl.minimum((step + 1) * plan.block_in // plan.group_size, plan.groups - 1)
-                scale = tl.load(scale_of + group).to(tl.float32)
-            else:
-                total = partial
-    if plan.groups == 1 and plan.entries == 0 and not plan.two_of_four:
+            total = partial
+    if plan.groups == 1 and plan.entries == 0:
         total *= scale[:, None]
     target = out + (part * plan.all_rows + row)[None] * plan.outputs + output[:, None]
     tl.store(target, total.to(out.dtype.element_ty), row_valid)
@@ -235,8 +219,8 @@ def sliced_product_kernel(x, q, constants, exponents, groups, out, plan: tl.cons
     A step thus reads long pieces of each row, which memory serves faster than short ones that are far apart.
     """
     x, q, constants, exponents, out, active = _move_to_tile(x, q, constants, exponents, groups, out, plan)
-    width: tl.constexpr = plan.block_in // plan.together
-    stride: tl.constexpr = plan.inputs // plan.together
+    width: tl.constexpr = plan.block_in // plan.halves
+    stride: tl.constexpr = plan.inputs // plan.halves
     block_out: tl.constexpr = plan.block_out
     padded_rows: tl.constexpr = plan.padded_rows
     slices: tl.constexpr = plan.slices
@@ -247,39 +231,34 @@ def sliced_product_kernel(x, q, constants, exponents, groups, out, plan: tl.cons
     column = tl.arange(0, width)
     row_valid = row < plan.rows
     first = part * slices * plan.steps + tl.arange(0, slices)
-    places = output.to(tl.int64)[None, :, None] * stride + (first[:, None] * width + column)[:, None, :]
-    here = _stored_at(q, plan) + places
+    here = q + output.to(tl.int64)[None, :, None] * stride + (first[:, None] * width + column)[:, None, :]
     beside = row[None, None] * stride + (first[:, None] * width + column)[:, :, None]
     total = tl.zeros([slices, block_out, padded_rows], tl.float32)
     table = 0
     if plan.entries > 0:
         table = load_table(constants, block, plan, x)
-    elif not plan.two_of_four:
+    else:
         scale_of = constants + (output // plan.scale_rows * plan.groups)[None]
         scale = tl.load(scale_of + (first * plan.block_in // plan.group_size)[:, None]).to(tl.float32)
     for step in range(0, plan.steps * slices * active, slices):
         stored = tl.load(here + step * width)
-        if plan.two_of_four:
-            kept = tl.load(constants + places + step * width)
-            total = add_product(total, stored, kept, x, beside + step * width, row_valid[None, None], plan)
+        low, high = _load_activations(x, beside + step * width, row_valid[None, None], plan)
+        partial = total
+        if plan.groups > 1:
+            partial = tl.zeros([slices, block_out, padded_rows], tl.float32)
+        power = 1
+        if plan.exponent_size > 0:
+            position = ((first[:, None] + step) * width + column)[:, None, :]
+            power = _load_powers(exponents, position, output[None, :, None], plan, x)
+        partial = _add_bytes(partial, stored, low, high, table, power, plan, x)
+        if plan.groups > 1:
+            total += partial * scale[:, :, None]
+            group = tl.minimum((first + step + slices) * plan.block_in // plan.group_size, plan.groups - 1)
+            scale = tl.load(scale_of + group[:, None]).to(tl.float32)
         else:
-            low, high = _load_activations(x, beside + step * width, row_valid[None, None], plan)
-            partial = total
-            if plan.groups > 1:
-                partial = tl.zeros([slices, block_out, padded_rows], tl.float32)
-            power = 1
-            if plan.exponent_size > 0:
-                position = ((first[:, None] + step) * width + column)[:, None, :]
-                power = _load_powers(exponents, position, output[None, :, None], plan, x)
-            partial = _add_bytes(partial, stored, low, high, table, power, plan, x)
-            if plan.groups > 1:
-                total += partial * scale[:, :, None]
-                group = tl.minimum((first + step + slices) * plan.block_in // plan.group_size, plan.groups - 1)
-                scale = tl.load(scale_of + group[:, None]).to(tl.float32)
-            else:
-                total = partial
+            total = partial
     result = tl.sum(total, 0)
-    if plan.groups == 1 and plan.entries == 0 and not plan.two_of_four:
+    if plan.groups == 1 and plan.entries == 0:
         result *= tl.load(constants + output // plan.scale_rows).to(tl.float32)[:, None]
     target = out + (part * plan.all_rows + row)[None] * plan.outputs + output[:, None]
     tl.store(target, result.to(out.dtype.element_ty), row_valid[None])

@@ -421,6 +421,7 @@ PACKED = {
     **{f"lookup{bits}": functools.partial(lookup_weight, bits) for bits in (1, 2, 3, 4, 8)},
     "lookup4_tables": functools.partial(lookup_weight, 4, tables=48),
     "two_of_four": lambda: random_two_of_four(jax.random.key(1), 768, 1024),
+    "int4_many_outputs": lambda: pack_nearest(Grid(4, 128), jax.random.normal(jax.random.key(1), (17408, 1024))),
 }
 
 
