@@ -2,7 +2,9 @@
 
 import functools
 import importlib.util
+import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -38,6 +40,7 @@ def _register_typed_call() -> None:
     """Lower the calls of `triton_call` to jaxlib's typed call; other users of jax-triton keep their lowering."""
     from jax_triton import triton_lib
 
+    _leave_out_torch(triton_lib)
     lower = functools.partial(triton_lib.triton_kernel_call_lowering, triton_lib.get_cuda_backend)
 
     def lower_typed(context: mlir.LoweringRuleContext, *operands: Any, **options: Any) -> Sequence[Any]:
@@ -49,6 +52,24 @@ def _register_typed_call() -> None:
         return results
 
     mlir.register_lowering(triton_lib.triton_kernel_call_p, lower_typed, platform="cuda")
+
+
+def _leave_out_torch(triton_lib: Any) -> None:
+    """Let Triton look for PyTorch's types now, and find none unless the program has imported PyTorch.
+
+    It looks for them once, when it first compiles a kernel, and imports PyTorch where it is installed, for seconds.
+    """
+    from triton._C.libtriton import native_specialize_impl
+
+    if "torch" in sys.modules:
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        backend = triton_lib.get_cuda_backend(0, 90)
+        argument = SimpleNamespace(data_ptr=lambda: 16, dtype="fp32")
+        native_specialize_impl(backend, argument, False, True, True)
+    finally:
+        del sys.modules["torch"]
 
 
 def unsupported_target(target: Target, least: tuple[int, int]) -> str | None:

@@ -22,7 +22,8 @@ in which nothing was dispatched; further rows have the device time of single pro
 With --vllm, the Python of an environment with vLLM, it is measured before ours in throughput and latency, with as many
 prompts of the same lengths (`benchmarks/peers/vllm_engine.py`); rows of ours then tell the ratio.
 All are greedy, through the library's API, after warm-up. `start_seconds` is the time that the engine takes to start; it
-compiles what is not in JAX's persistent compilation cache. Rows are appended to benchmarks/results/serve.jsonl.
+compiles what is not in JAX's persistent compilation cache. start: these seconds of an engine as `jaxstack serve` starts
+it, and those until its first answer; the second of two processes finds the programs of the first. Rows are appended to benchmarks/results/serve.jsonl.
 """
 
 import argparse
@@ -359,8 +360,28 @@ def vllm_rows(config: RunConfig, args: argparse.Namespace) -> Iterator[dict[str,
         yield {"implementation": f"vllm {found.pop('vllm')}", **found, **row}
 
 
+def start(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the seconds until an engine that `jaxstack serve` starts takes requests, answers one, and has all programs.
+
+    The variant tells whether the programs that suffice for most requests were in JAX's compilation cache.
+    """
+    began = time.perf_counter()
+    on_cpu = jax.default_backend() == "cpu"
+    with Engine(decoder, config, warm_up="first" if on_cpu else "cached") as engine:
+        ready = time.perf_counter() - began
+        gradual = not engine.warmed_up
+        answer = timed(lambda: engine.submit(make_requests(decoder, args)[0][0], 8, GREEDY).result())
+        while not engine.warmed_up:
+            time.sleep(0.1)
+        complete = time.perf_counter() - began
+    variant = "start, gradual" if gradual else "start, all programs first"
+    yield {"variant": variant, "start_seconds": ready, "first_answer_seconds": ready + answer,
+           "all_programs_seconds": complete if gradual else ready}  # fmt: skip
+
+
 WORKS = {
-    "arrivals": arrivals, "interruption": interruption, "prefix": prefix, "throughput": throughput, "latency": latency
+    "arrivals": arrivals, "interruption": interruption, "prefix": prefix, "throughput": throughput,
+    "latency": latency, "start": start,
 }  # fmt: skip
 
 

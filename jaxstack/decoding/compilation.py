@@ -7,6 +7,7 @@ with compiler.compiling():
 double(np.ones(8))  # runs what was compiled
 """
 
+import collections
 import contextlib
 import functools
 import os
@@ -19,6 +20,17 @@ from jaxtyping import PyTree
 
 _THREADS = min(4, os.cpu_count() or 1)
 """Number of programs that are compiled at the same time. For each XLA starts several threads and processes."""
+
+
+@functools.cache
+def cache_events() -> collections.Counter[str]:
+    """Return the numbers of `cache_hits` and `cache_misses` of JAX's persistent compilation cache since the first call.
+
+    The counter goes on counting. JAX counts as misses what it stores; programs that compile quickly are neither.
+    """
+    events = collections.Counter[str]()
+    jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
+    return events
 
 
 class _Compilation(NamedTuple):

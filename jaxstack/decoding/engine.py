@@ -64,7 +64,9 @@ class Engine:
       make_programs: class of its compiled programs; None: `Programs`. `ScoredPrograms` gives log-probabilities, and
         takes no drafts.
       warm_up: "all": compile all programs now; "first": those that suffice for most requests, and the others while
-        requests are answered, see `GradualWarmUp`, which needs `start`; False: each when it is first needed.
+        requests are answered, see `GradualWarmUp`, which needs `start`; "cached": as "first" if those are in JAX's
+        persistent compilation cache, otherwise as "all", for GPUs, on which XLA measures kernels while it compiles;
+        False: each when it is first needed.
       start: start the thread; otherwise the caller calls `step`.
 
     Raises:
@@ -144,9 +146,12 @@ class Engine:
         """Number of `with` blocks of `together` that have not ended."""
         self._count = 0
         self._warming: GradualWarmUp | None = None
-        if warm_up == "first":
+        if warm_up in ("first", "cached"):
             self._warming = GradualWarmUp(self._runner, self.scheduler, self._time_steps)
-        elif warm_up:
+            if warm_up == "cached" and not self._warming.cached:
+                self._warming.cancel()
+                self._warming = None
+        if warm_up and self._warming is None:
             self.warm_up()
         self._thread = threading.Thread(target=self._run, name="jaxstack engine", daemon=True) if start else None
         if self._thread is not None:

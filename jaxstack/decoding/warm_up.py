@@ -8,12 +8,13 @@ from typing import Literal, TypeAlias
 
 import jax
 
+from jaxstack.decoding.compilation import cache_events
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.runner import Runner
 from jaxstack.decoding.schedule import Scheduler
 from jaxstack.decoding.step_shapes import ChunkShape, StepKind
 
-WarmUp: TypeAlias = Literal["all", "first", False]
+WarmUp: TypeAlias = Literal["all", "first", "cached", False]
 """Programs that an engine compiles before it answers."""
 
 
@@ -42,13 +43,18 @@ class GradualWarmUp:
         self._compiling = deque[tuple[StepKind, Sequence[Future[jax.stages.Compiled]]]]()
         self._resume = 0.0
         self.done = False
+        self.cached = False
+        """True if the first programs were in JAX's persistent compilation cache."""
         kinds = runner.step_kinds(scheduler.shapes, scheduler.shapes_alone)
         smallest = scheduler.shapes[0]
         self._slots = max(kind.rows for kind in kinds)
         self._drafts = kinds[0].drafts
         first = [StepKind(self._drafts, self._slots, shape) for shape in (smallest, None)]
+        before = cache_events().copy()
         with self._compiler.compiling(), runner.starting():
             runner.run_padding(first, plain=True)
+        found = cache_events() - before
+        self.cached = found["cache_hits"] > 0 and not found["cache_misses"]
         runner.compiled = {*first}
         self._changed = {*first}
         """Kinds of steps that requests with constraints and the like need and that are not compiled yet."""
@@ -83,6 +89,12 @@ class GradualWarmUp:
         self._timing.close()
         self.done = True
 
+    def cancel(self) -> None:
+        """Compile no more, and let plans use all programs and draft: the engine compiles what is left."""
+        self.stop()
+        self._scheduler.may_draft = True
+        self._allow_all()
+
     def _start(self, kind: StepKind) -> None:
         """Trace the programs of a kind of steps, which threads compile."""
         with self._runner.starting() as started:
@@ -116,7 +128,10 @@ class GradualWarmUp:
         try:
             next(self._timing)
         except StopIteration:
-            self._runner.compiled = None
-            self._scheduler.has_compiled = lambda shape, alone: True
-            self._scheduler.may_start = lambda request: True
+            self._allow_all()
             self.done = True
+
+    def _allow_all(self) -> None:
+        self._runner.compiled = None
+        self._scheduler.has_compiled = lambda shape, alone: True
+        self._scheduler.may_start = lambda request: True

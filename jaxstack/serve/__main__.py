@@ -219,8 +219,8 @@ def _compile(models: _Models) -> "Engine | EngineGroup":
             vocab_size=models.run.tokenizer.vocab_size,
             stop_tokens=models.run.stop_tokens,
             draft=models.draft,
-            # On a GPU XLA measures kernels while it compiles.
-            warm_up="first" if current_target().platform == "cpu" else "all",
+            # On a GPU XLA measures kernels while it compiles, which steps would disturb.
+            warm_up="first" if current_target().platform == "cpu" else "cached",
         )
     if products := describe_backends(choices, "packed_matmul", "float8_mlp"):
         _report(products)

@@ -12,7 +12,8 @@ are neither stored nor multiplied. Its operands, and those of the dense one, are
 """
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 import triton
 import triton.language as tl
 

@@ -3,11 +3,13 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxstack.decoding import compilation, runner
 from jaxstack.decoding.compilation import ThreadedCompiler
@@ -39,6 +41,19 @@ def compiled() -> Iterator[list[tuple[str, str]]]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield found
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def persistent_cache(tmp_path: Path) -> Iterator[None]:
+    """JAX's compilation cache in an empty directory, which keeps all programs."""
+    settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: jax.config.values[name] for name in settings}
+    for values in (settings, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is settings:
+            yield
 
 
 def open_halves() -> Engine:
@@ -115,6 +130,23 @@ def test_a_gradual_warm_up_begins_with_few_programs_and_ends_with_all(name, comp
         compiled.clear()
         assert [engine.submit(prompt, 12, Sampling(temperature=0)).result() for prompt in prompts([3, 30, 16])] == texts
         assert not compiled
+
+
+@pytest.mark.longer
+def test_with_a_warm_cache_an_engine_starts_with_few_programs_and_with_a_cold_one_with_all(persistent_cache, compiled):
+    config = EngineConfig(**SIZES)
+    answers = list[list[int]]()
+    for started in ("cold", "warm"):
+        jax.clear_caches()
+        with Engine(open_tiny(), config, warm_up="cached") as engine:
+            assert engine.warmed_up == (started == "cold")
+            assert (engine.programs.compiled > 10) == (started == "cold")
+            if started == "cold":
+                compiled.clear()
+            answers.append(engine.submit([1, 2, 3], 12, Sampling(temperature=0)).result())
+            assert started == "warm" or not compiled
+            wait_until(lambda engine=engine: engine.warmed_up)
+    assert answers[0] == answers[1]
 
 
 def test_requests_that_need_further_programs_are_overtaken_until_these_are_compiled(monkeypatch):
