@@ -23,7 +23,8 @@ With --vllm, the Python of an environment with vLLM, it is measured before ours 
 prompts of the same lengths (`benchmarks/peers/vllm_engine.py`); rows of ours then tell the ratio.
 All are greedy, through the library's API, after warm-up. `start_seconds` is the time that the engine takes to start; it
 compiles what is not in JAX's persistent compilation cache. start: these seconds of an engine as `jaxstack serve` starts
-it, and those until its first answer; the second of two processes finds the programs of the first. Rows are appended to benchmarks/results/serve.jsonl.
+it, and those until its first answer; the second of two processes finds the programs of the first. Rows are appended to
+benchmarks/results/serve.jsonl.
 """
 
 import argparse
