@@ -1,6 +1,10 @@
-"""Tests of what only a GPU can show. Run them with `python -m pytest -m gpu`."""
+"""Tests of what only a GPU can show. Run them with `python -m pytest -m gpu`, or several at a time, with `-n 6`."""
 
+import os
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # which share the GPU's memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import pytest
