@@ -145,14 +145,7 @@ class Engine:
         self._blocks = 0
         """Number of `with` blocks of `together` that have not ended."""
         self._count = 0
-        self._warming: GradualWarmUp | None = None
-        if warm_up in ("first", "cached"):
-            self._warming = GradualWarmUp(self._runner, self.scheduler, self._time_steps)
-            if warm_up == "cached" and not self._warming.cached:
-                self._warming.cancel()
-                self._warming = None
-        if warm_up and self._warming is None:
-            self.warm_up()
+        self._warming = self._begin_warm_up(warm_up)
         self._thread = threading.Thread(target=self._run, name="jaxstack engine", daemon=True) if start else None
         if self._thread is not None:
             self._thread.start()
@@ -177,6 +170,17 @@ class Engine:
         self.scheduler.catches_up = drafts.catches_up
         self.scheduler.fills_prompts = drafts.fills_prompts
         return DraftRunner(self.programs, self.config, self.stats, steps.decode, kinds, drafts)
+
+    def _begin_warm_up(self, warm_up: WarmUp) -> GradualWarmUp | None:
+        """Compile the programs that `warm_up` names; return what compiles the others, if any are left."""
+        if warm_up in ("first", "cached"):
+            gradual = GradualWarmUp(self._runner, self.scheduler, self._time_steps)
+            if warm_up == "first" or gradual.cached:
+                return gradual
+            gradual.cancel()
+        if warm_up:
+            self.warm_up()
+        return None
 
     def __enter__(self) -> "Engine":
         return self
