@@ -1,14 +1,15 @@
 """Copies of a run's state in host memory, on its own node and on a neighbour's, which outlive its processes.
 
 Every so many steps each process copies its shards to host memory, by way of a copy on the devices if they have room.
-Beside the next steps a thread writes them, with hashes, to the folder of its launcher (`memory_folder`), and sends the
-files to the process that holds its second copy (`neighbour`). An older copy is deleted when all processes have both
-copies of the newer one, so that at any moment there is a step of which all shards are complete. At a restart the
-processes agree on the newest such step; where their number or layout has changed, they put their shards together from
-the copies of several processes (`other_layout`).
+Beside the next steps threads write them, with hashes, to the folder of its launcher (`memory_folder`), and send each
+file, once it is written, to the process that holds its second copy (`neighbour`). An older copy is deleted when all
+processes have both copies of the newer one, so that at any moment there is a step of which all shards are complete. At
+a restart the processes agree on the newest such step; where their number or layout has changed, they put their shards
+together from the copies of several processes (`other_layout`).
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -392,7 +393,7 @@ class MemoryCheckpoints:
     def _finish(
         self, step: int, shards: shard_files.Shards | Exception, index: dict[str, Any], files: Mapping[str, bytes]
     ) -> None:
-        """Write the copy, send it, and, when all processes have, delete the older one; runs in a thread.
+        """Write and send the copy, and, when all processes have, delete the older one; runs in a thread.
 
         Args:
           step, index, files: of the copy.
@@ -403,9 +404,7 @@ class MemoryCheckpoints:
         try:
             if isinstance(shards, Exception):
                 raise shards
-            root = self._write(step, shards, index, files)
-            if self._client is not None:
-                self._client.send(self._part, root, step)
+            self._write(step, shards, index, files)
         except Exception as error:
             if isinstance(error, jax.errors.JaxRuntimeError):  # the devices may have had no room after all
                 self._on_devices = False
@@ -421,14 +420,24 @@ class MemoryCheckpoints:
             self._report(f"the copy of step {step} in memory failed and is dropped: {failure}")
             self._keep([self.newest] if self.newest >= 0 else [])
 
-    def _write(self, step: int, shards: shard_files.Shards, index: dict[str, Any], files: Mapping[str, bytes]) -> Path:
-        """Write the copy and return its folder; afterwards, also if that fails, nothing of it is on the devices."""
-        try:
-            shard_files.write(self._own.begin(step), shards, index, files)
-        finally:
-            shards.clear()
-            self._off_devices.set()
-        return self._own.commit(step)
+    def _write(self, step: int, shards: shard_files.Shards, index: dict[str, Any], files: Mapping[str, bytes]) -> None:
+        """Write the copy, and send each file once it is written.
+
+        When all are written, or that has failed, nothing of the copy is on the devices, and it counts here. Only then
+        does this wait for the files that are still to be sent.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                root = self._own.begin(step)
+                if self._client is None:
+                    shard_files.write(root, shards, index, files)
+                else:
+                    send = stack.enter_context(self._client.sending(self._part, root, step))
+                    shard_files.write(root, shards, index, files, send)
+            finally:
+                shards.clear()
+                self._off_devices.set()
+            self._own.commit(step)
 
     def _agree(self, name: str, failure: str | None) -> str | None:
         """Return the failure of some process, or None if all have finished their copy."""

@@ -4,18 +4,23 @@ Each process runs an HTTP server for the copies of its node (`memory_folder`), a
 second copies. A server listens on one address, that of the network on which the coordinator is reached. It answers
 only to a token that the processes exchange through the coordination service, and with mutual TLS where that has it.
 
-    PUT /neighbour/PART/STEP/FILE         store a file of a second copy; SHA256SUMS, sent last, completes the copy
+    POST /neighbour/PART/STEP             begin a second copy
+    PUT /neighbour/PART/STEP/FILE         store a file of it, once; SHA256SUMS, sent last, completes the copy
     GET /PLACE/STEP/FILE                  read a file of a complete copy; PLACE is own/PART or neighbour/PART
     DELETE /neighbour/PART?keep=STEP,...  delete the other second copies of a part
+
+Files are hashed while they are stored, so that the check against SHA256SUMS reads none again.
 """
 
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import hmac
 import http.client
 import http.server
 import os
+import queue
 import re
 import secrets
 import shutil
@@ -23,10 +28,11 @@ import socket
 import socketserver
 import ssl
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxstack.checkpoint import manifest
 from jaxstack.checkpoint.memory_folder import Copies, Part, held_copies, read_part
@@ -35,13 +41,13 @@ from jaxstack.errors import ConfigError
 from jaxstack.observe.number_format import byte_size
 
 _TARGET = re.compile(r"/(own|neighbour)/(\d{1,9}of\d{1,9})/(\d{1,9})/((?:arrays/)?[A-Za-z0-9_][A-Za-z0-9_.-]*)")
+_BEGUN = re.compile(r"/neighbour/(\d{1,9}of\d{1,9})/(\d{1,9})")
 _HELD = re.compile(r"/neighbour/(\d{1,9}of\d{1,9})\?keep=((?:\d{1,9}(?:,\d{1,9})*)?)")
 _CHUNK_BYTES = 2**20
 _CONNECTIONS = 4
 """Connections by which the files of a copy are sent at the same time."""
 _SECONDS = 60.0
-"""Limit on the time in which nothing arrives at one end of a connection, or the other end checks the hashes."""
-_CHECK_SECONDS = 1800.0
+"""Limit on the time in which nothing arrives at one end of a connection."""
 _GENERATIONS = 2
 """Copies of a state that are in memory at the same time: the complete one and the one that is being written."""
 
@@ -171,6 +177,15 @@ def _check_peer(connection: Any) -> None:
         raise ssl.SSLError(f"the certificate of the other process names no URI with the prefix {prefix}")
 
 
+def _send_content(connection: socket.socket, file: BinaryIO) -> None:
+    """Send a whole file; without TLS the kernel does."""
+    if isinstance(connection, ssl.SSLSocket):  # its own sendfile reads 8 KiB at a time
+        while chunk := file.read(_CHUNK_BYTES):
+            connection.sendall(chunk)
+    else:
+        connection.sendfile(file)
+
+
 class CopyServer:
     """Stores and returns second copies of other processes, in threads of this process.
 
@@ -202,6 +217,8 @@ class _Server(socketserver.ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.folder = folder
         self.token = token
+        self.arriving: dict[Part, tuple[int, dict[str, str]]] = {}
+        """Part -> step of the second copy that was begun last, and name -> SHA-256 of its files that are stored."""
         self._context = _tls_context(tls, ssl.PROTOCOL_TLS_SERVER) if tls else None
         super().__init__((host, 0), _Handler)
 
@@ -239,6 +256,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._refuse(401, "another token")
         return False
 
+    def do_POST(self) -> None:
+        match = _BEGUN.fullmatch(self.path)
+        part = read_part(match[1]) if match is not None else None
+        if match is None or part is None:
+            self._refuse(400, "no second copy")
+            return
+        try:
+            (held_copies(self._node.folder, part).begin(int(match[2])) / "arrays").mkdir()
+        except OSError as error:
+            self._refuse(507, f"{error.strerror or error}")
+            return
+        self._node.arriving[part] = int(match[2]), {}
+        self._answer(b"")
+
     def do_PUT(self) -> None:
         match = _TARGET.fullmatch(self.path)
         length = self.headers.get("Content-Length", "")
@@ -248,27 +279,33 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         copies = held_copies(self._node.folder, part)
         step = int(match[3])
+        begun, digests = self._node.arriving.get(part, (None, {}))
+        if begun != step:
+            self._refuse(409, "this copy was not begun")
+            return
         try:
-            if match[4] == manifest.INDEX:
-                copies.begin(step)
-            self._store(copies.staging(step) / match[4], int(length))
+            digests[match[4]] = self._store(copies.staging(step) / match[4], int(length))
             if match[4] == manifest.MANIFEST:
-                manifest.check(copies.staging(step), step)
+                manifest.check(copies.staging(step), step, known=digests)
                 copies.commit(step)
         except (OSError, manifest.Damaged) as error:
             self._refuse(507, f"{getattr(error, 'strerror', None) or error}")
             return
         self._answer(b"")
 
-    def _store(self, path: Path, length: int) -> None:
-        path.parent.mkdir(exist_ok=True)
-        with open(path, "wb") as file:
+    def _store(self, path: Path, length: int) -> str:
+        """Store a file of `length` bytes as they arrive; return their SHA-256 in hex."""
+        digest = hashlib.sha256()
+        buffer = memoryview(bytearray(min(length, _CHUNK_BYTES)))
+        with open(path, "xb") as file:  # once in a copy, so that what was hashed is not overwritten
             while length:
-                chunk = self.rfile.read(min(length, _CHUNK_BYTES))
+                chunk = buffer[: self.rfile.readinto(buffer[:length])]
                 if not chunk:
                     raise OSError("the connection ended early")
                 length -= len(chunk)
+                digest.update(chunk)
                 file.write(chunk)
+        return digest.hexdigest()
 
     def do_GET(self) -> None:
         match = _TARGET.fullmatch(self.path)
@@ -280,7 +317,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.send_response(200)
                 self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
                 self.end_headers()
-                shutil.copyfileobj(file, self.wfile, _CHUNK_BYTES)
+                _send_content(self.connection, file)
         except FileNotFoundError:
             self._refuse(404, "no such file")
 
@@ -308,6 +345,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+def _taken(waiting: queue.SimpleQueue[str]) -> Iterator[str]:
+    """Take what waits in a queue, until it is empty."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            yield waiting.get_nowait()
+
+
 class TransferError(OSError):
     """Raised if the other process does not store or return a copy; the message has its reason."""
 
@@ -326,27 +370,51 @@ class CopyClient:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._context = _tls_context(tls, ssl.PROTOCOL_TLS_CLIENT) if tls else None
 
-    def send(self, part: Part, root: Path, step: int) -> None:
-        """Send the complete copy of `step` in the folder `root`. It counts for the holder once all of it is there.
+    @contextlib.contextmanager
+    def sending(self, part: Part, root: Path, step: int) -> Iterator[Callable[[str], None]]:
+        """Send the copy of `step` while the `with` block writes it to the folder `root`, which it may rename.
+
+        Index and manifest are sent last. The copy counts for the holder once all of it is there, with the manifest's
+        hashes.
+
+        Yields:
+          A function that the block calls, in any thread, with the name of each other file once it is complete.
 
         Raises:
-          TransferError: it could not be sent, or not be stored.
+          TransferError: at the end of the block: the copy could not be sent, or not be stored.
         """
-        names = [name for name in manifest.list_files(root) if name not in (manifest.INDEX, manifest.MANIFEST)]
-        self._send_files(part, root, step, [manifest.INDEX])
-        shares = [names[first::_CONNECTIONS] for first in range(min(_CONNECTIONS, len(names)))]
-        manifest.in_threads(partial(self._send_files, part, root, step), shares)
-        self._send_files(part, root, step, [manifest.MANIFEST])
+        target = f"/neighbour/{part}/{step}"
+        waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        folder = os.open(root, os.O_RDONLY)
+        pool = ThreadPoolExecutor(_CONNECTIONS)
+        begun = pool.submit(self._ask, "POST", target)
+        sent = [begun]
 
-    def _send_files(self, part: Part, root: Path, step: int, names: Iterable[str]) -> None:
+        def send_waiting() -> None:
+            begun.result()
+            if not waiting.empty():  # otherwise another thread has taken the file
+                self._send_files(target, folder, _taken(waiting))
+
+        def add(name: str) -> None:
+            waiting.put(name)
+            sent.append(pool.submit(send_waiting))
+
+        try:
+            yield add
+            for each in as_completed(sent):
+                each.result()
+            self._send_files(target, folder, [manifest.INDEX, manifest.MANIFEST])
+        finally:
+            pool.shutdown(cancel_futures=True)
+            os.close(folder)
+
+    def _send_files(self, target: str, folder: int, names: Iterable[str]) -> None:
+        """Send files of the folder with the descriptor `folder` by one connection."""
         connection = self._connect()
         try:
             for name in names:
-                with open(root / name, "rb") as file:
-                    if name == manifest.MANIFEST:
-                        connection.sock.settimeout(_CHECK_SECONDS)
-                    headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
-                    self._exchange(connection, "PUT", f"/neighbour/{part}/{step}/{name}", file, headers).read()
+                with open(name, "rb", opener=partial(os.open, dir_fd=folder)) as file:
+                    self._exchange(connection, "PUT", f"{target}/{name}", file).read()
         finally:
             connection.close()
 
@@ -384,10 +452,12 @@ class CopyClient:
         Raises:
           TransferError: the holder does not answer.
         """
+        self._ask("DELETE", f"/neighbour/{part}?keep={','.join(str(step) for step in steps)}")
+
+    def _ask(self, method: str, target: str) -> None:
         connection = self._connect()
         try:
-            kept = ",".join(str(step) for step in steps)
-            self._exchange(connection, "DELETE", f"/neighbour/{part}?keep={kept}").read()
+            self._exchange(connection, method, target).read()
         finally:
             connection.close()
 
@@ -404,11 +474,9 @@ class CopyClient:
         host, port = self._address
         try:
             if self._context is None:
-                connection = http.client.HTTPConnection(host, port, timeout=_SECONDS, blocksize=_CHUNK_BYTES)
+                connection = http.client.HTTPConnection(host, port, timeout=_SECONDS)
             else:
-                connection = http.client.HTTPSConnection(
-                    host, port, timeout=_SECONDS, context=self._context, blocksize=_CHUNK_BYTES
-                )
+                connection = http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=self._context)
             connection.connect()
             if self._context is not None:
                 _check_peer(connection.sock)
@@ -417,13 +485,16 @@ class CopyClient:
         return connection
 
     def _exchange(
-        self, connection: http.client.HTTPConnection, method: str, target: str, body: Any = None, headers: Any = None
+        self, connection: http.client.HTTPConnection, method: str, target: str, file: BinaryIO | None = None
     ) -> http.client.HTTPResponse:
         where = "{}:{}".format(*self._address)
+        length = {} if file is None else {"Content-Length": str(os.fstat(file.fileno()).st_size)}
         try:
             # A server that refuses closes the connection before it has read all; its answer has the reason.
             with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
-                connection.request(method, target, body, {**self._headers, **(headers or {})})
+                connection.request(method, target, headers=self._headers | length)
+                if file is not None:
+                    _send_content(connection.sock, file)
             answer = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or repr(error)

@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -136,7 +136,13 @@ def _to_host(data: jax.Array) -> jax.Array:
     return jax.device_put(data, target, may_alias=False)
 
 
-def write(root: Path, shards: Shards, index: dict[str, Any], files: Mapping[str, bytes]) -> int:
+def write(
+    root: Path,
+    shards: Shards,
+    index: dict[str, Any],
+    files: Mapping[str, bytes],
+    written: Callable[[str], None] = lambda name: None,
+) -> int:
     """Write shards, further files and, last, the index and the manifest of hashes; return the bytes of the shards.
 
     Args:
@@ -144,6 +150,7 @@ def write(root: Path, shards: Shards, index: dict[str, Any], files: Mapping[str,
       shards: from `start_copy`; each array's are dropped when they are written.
       index: content of checkpoint.json, from `commit.make_index`.
       files: further files, name -> content.
+      written: called with the name of each file but index and manifest once it is complete, by several threads.
 
     Raises:
       OSError: a file cannot be written.
@@ -156,15 +163,19 @@ def write(root: Path, shards: Shards, index: dict[str, Any], files: Mapping[str,
 
     def write_array(name: str) -> tuple[str, int]:
         parts = itertools.chain.from_iterable(shards.pop(name).values())
-        return _write_parts(root / described[name]["file"], parts)
+        file = described[name]["file"]
+        result = _write_parts(root / file, parts)
+        written(file)
+        return result
 
-    written = manifest.in_threads(write_array, described)
-    digests = {entry["file"]: digest for entry, (digest, _) in zip(described.values(), written, strict=True)}
+    results = manifest.in_threads(write_array, described)
+    digests = {entry["file"]: digest for entry, (digest, _) in zip(described.values(), results, strict=True)}
     for name, content in files.items():
         write_file(root / name, content, durable=False)
+        written(name)
     digests |= manifest.hash_files(root, files)
     manifest.write_manifest(root, digests, {**index, SHARDS: described})
-    return sum(size for _, size in written)
+    return sum(size for _, size in results)
 
 
 def _write_parts(path: Path, parts: Iterable[Any]) -> tuple[str, int]:

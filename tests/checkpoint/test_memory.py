@@ -1,6 +1,7 @@
 """Copies of a state in host memory: who holds whose, room, hashes, transfers, and what of them is restored."""
 
 import errno
+import socket
 import ssl
 import subprocess
 import threading
@@ -8,6 +9,7 @@ import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import BinaryIO
 from unittest.mock import Mock
 
 import jax
@@ -451,6 +453,13 @@ def server(folder):
     running.close()
 
 
+def send(client: CopyClient, part: Part, root: Path, step: int) -> None:
+    """Sends a copy that is written already."""
+    with client.sending(part, root, step) as written:
+        for name in set(manifest.list_files(root)) - {manifest.INDEX, manifest.MANIFEST}:
+            written(name)
+
+
 def contents(root: Path) -> dict[str, bytes]:
     return {name: (root / name).read_bytes() for name in manifest.list_files(root)}
 
@@ -458,7 +467,7 @@ def contents(root: Path) -> dict[str, bytes]:
 def test_a_copy_is_sent_fetched_and_deleted(folder, server, copy_of_two, tmp_path):
     part = Part(3, 4)
     client = CopyClient(server.address, server.token)
-    client.send(part, copy_of_two, 2)
+    send(client, part, copy_of_two, 2)
     held = held_copies(folder, part)
     assert list(memory_folder.all_copies(folder)) == ["neighbour/3of4"] and held.steps() == [2]
     back = tmp_path / "back"
@@ -480,35 +489,108 @@ def test_a_copy_is_sent_fetched_and_deleted(folder, server, copy_of_two, tmp_pat
 
 def test_a_copy_that_arrives_damaged_or_in_part_does_not_replace_the_older_one(folder, server, copy_of_two):
     client = CopyClient(server.address, server.token)
-    client.send(FIRST, copy_of_two, 2)
+    send(client, FIRST, copy_of_two, 2)
     damage(copy_of_two / "arrays" / "0")
     with pytest.raises(TransferError, match="arrays/0: it, or its line in SHA256SUMS, has changed"):
-        client.send(FIRST, copy_of_two, 2)
+        send(client, FIRST, copy_of_two, 2)
     held = held_copies(folder, FIRST)
     assert held.steps() == [2] and manifest.check(held.path(2), 2)
 
 
+def test_a_byte_that_changes_on_the_way_is_found_without_reading_what_was_stored(
+    folder, server, copy_of_two, monkeypatch
+):
+    def change(connection: socket.socket, file: BinaryIO) -> None:
+        content = bytearray(file.read())
+        content[0] ^= len(content) == 16  # the array
+        connection.sendall(content)
+
+    client = CopyClient(server.address, server.token)
+    hashed: list[str] = []
+    hash_files = manifest.hash_files
+    monkeypatch.setattr(manifest, "hash_files", lambda root, names: hashed.extend(names) or hash_files(root, names))
+    send(client, FIRST, copy_of_two, 2)
+    monkeypatch.setattr(neighbour, "_send_content", change)
+    with pytest.raises(TransferError, match="SHA256SUMS: arrays/0: it, or its line in SHA256SUMS, has changed"):
+        send(client, FIRST, copy_of_two, 2)
+    held = held_copies(folder, FIRST)
+    assert held.steps() == [2] and hashed == []
+    monkeypatch.undo()
+    assert manifest.check(held.path(2), 2) and contents(held.path(2)) == contents(copy_of_two)
+
+
+def test_of_a_sender_that_dies_in_the_middle_no_copy_counts(folder, server, copy_of_two):
+    """It dies while a file arrives; a later copy of the same step is another one, from its first file on."""
+    client, held = CopyClient(server.address, server.token), held_copies(folder, FIRST)
+    target = "/neighbour/0of2/2"
+    client._ask("POST", target)
+    dead = client._connect()
+    dead.request("PUT", f"{target}/arrays/0", headers=client._headers | {"Content-Length": "16"})
+    dead.sock.sendall(bytes(8))
+    while not (held.staging(2) / "arrays" / "0").exists():
+        time.sleep(0.001)
+    with pytest.raises(TransferError, match=r"refused .*/arrays/0: File exists"):
+        client._ask("PUT", f"{target}/arrays/0")
+    dead.close()
+    with pytest.raises(TransferError, match="missing"), client.sending(FIRST, copy_of_two, 2):
+        pass
+    assert held.steps() == []
+    send(client, FIRST, copy_of_two, 2)
+    assert held.steps() == [2]
+    for step, reason in ((2, "No such file"), (3, "this copy was not begun")):
+        with pytest.raises(TransferError, match=reason):
+            client._ask("PUT", f"/neighbour/0of2/{step}/arrays/0")
+    assert [path.name for path in held.path(2).parent.iterdir()] == ["2"]
+
+
+def test_files_are_sent_while_others_are_written_and_the_folder_is_renamed(folder, server, monkeypatch):
+    """The second array is written only after the holder has the first one, and the last file sent after the rename."""
+    client, copies, held = (
+        CopyClient(server.address, server.token),
+        own_copies(folder, FIRST),
+        held_copies(folder, FIRST),
+    )
+    write_parts = shard_files._write_parts
+
+    def write_after(path: Path, parts) -> tuple[str, int]:
+        arrived = held.staging(2) / "arrays" / "0"
+        while path.name == "1" and not (arrived.exists() and arrived.stat().st_size == 16):
+            time.sleep(0.001)
+        return write_parts(path, parts)
+
+    monkeypatch.setattr(shard_files, "_write_parts", write_after)
+    index = {"format": manifest.FORMAT, "step": 2, "saved_at": "", "leaves": {}}
+    shards = {name: {"0:4": [np.arange(4, dtype=np.float32)]} for name in "ab"}
+    with client.sending(FIRST, copies.begin(2), 2) as written:
+        shard_files.write(copies.staging(2), shards, index, {"samples.npz": b"abc"}, written)
+        copies.commit(2)
+        assert held.steps() == []
+    assert contents(held.path(2)) == contents(copies.path(2))
+
+
+def test_a_copy_that_cannot_be_written_is_sent_no_further(folder, server, copy_of_two):
+    client = CopyClient(server.address, server.token)
+    with pytest.raises(OSError, match="No space left"), client.sending(FIRST, copy_of_two, 2) as written:
+        written("arrays/0")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert held_copies(folder, FIRST).steps() == []
+
+
 def test_strangers_are_refused(folder, server, copy_of_two):
     with pytest.raises(TransferError, match="another token"):
-        CopyClient(server.address, "guess").send(FIRST, copy_of_two, 2)
+        send(CopyClient(server.address, "guess"), FIRST, copy_of_two, 2)
     client = CopyClient(server.address, server.token)
     connection = client._connect()
     for method, target in (
         ("PUT", "/neighbour/0of2/2/../../x"), ("PUT", "/own/0of2/2/x"), ("GET", "/own/0of2/../../2/x"),
-        ("GET", "/fetched/0of2/2/x"), ("DELETE", "/neighbour/../x?keep="), ("DELETE", "/own/0of2?keep="), ("GET", "/"),
+        ("PUT", "/neighbour/0of2/2/x"), ("POST", "/own/0of2/2"), ("POST", "/neighbour/../2"),
+        ("POST", "/neighbour/0of2/2/x"), ("GET", "/fetched/0of2/2/x"), ("DELETE", "/neighbour/../x?keep="),
+        ("DELETE", "/own/0of2?keep="), ("GET", "/"),
     ):  # fmt: skip
         with pytest.raises(TransferError, match="refused"):
-            client._exchange(connection, method, target, b"" if method == "PUT" else None)
+            client._exchange(connection, method, target)
         connection.close()
     assert list(folder.iterdir()) == []
-
-
-def test_the_check_of_a_copy_may_take_longer_than_other_answers(folder, server, copy_of_two, monkeypatch):
-    check = manifest.check
-    monkeypatch.setattr(neighbour, "_SECONDS", 0.2)
-    monkeypatch.setattr(manifest, "check", lambda *given: time.sleep(0.4) or check(*given))
-    CopyClient(server.address, server.token).send(FIRST, copy_of_two, 2)
-    assert held_copies(folder, FIRST).steps() == [2]
 
 
 def refuse_large_files(monkeypatch, root: Path) -> None:
@@ -518,7 +600,7 @@ def refuse_large_files(monkeypatch, root: Path) -> None:
     def refuse(handler, path, length):
         if length == 2**25:
             raise OSError(errno.ENOSPC, "No space left on device")
-        store(handler, path, length)
+        return store(handler, path, length)
 
     (root / "arrays" / "0").write_bytes(bytes(2**25))
     monkeypatch.setattr(neighbour._Handler, "_store", refuse)
@@ -527,7 +609,7 @@ def refuse_large_files(monkeypatch, root: Path) -> None:
 def test_a_holder_that_refuses_a_file_while_it_is_sent_says_why(server, copy_of_two, monkeypatch):
     refuse_large_files(monkeypatch, copy_of_two)
     with pytest.raises(TransferError, match="refused /neighbour/0of2/2/arrays/0: No space left on device"):
-        CopyClient(server.address, server.token).send(FIRST, copy_of_two, 2)
+        send(CopyClient(server.address, server.token), FIRST, copy_of_two, 2)
 
 
 @pytest.mark.longer
@@ -540,16 +622,16 @@ def test_processes_of_another_authority_are_refused(folder, copy_of_two, tmp_pat
     try:
         for tls in (None, files["theirs"]):
             with pytest.raises((TransferError, ssl.SSLError)):
-                CopyClient(server.address, server.token, tls).send(FIRST, copy_of_two, 2)
+                send(CopyClient(server.address, server.token, tls), FIRST, copy_of_two, 2)
         assert list(folder.iterdir()) == []
         ours = CopyClient(server.address, server.token, files["ours"])
-        ours.send(FIRST, copy_of_two, 2)
+        send(ours, FIRST, copy_of_two, 2)
         assert held_copies(folder, FIRST).steps() == [2]
         refuse_large_files(monkeypatch, copy_of_two)
         with pytest.raises(TransferError, match="refused .*: No space left on device"):
-            ours.send(FIRST, copy_of_two, 2)
+            send(ours, FIRST, copy_of_two, 2)
         monkeypatch.setenv(neighbour.TLS_PEER_PREFIX, "spiffe://jaxstack/another/")
         with pytest.raises(TransferError):
-            ours.send(FIRST, copy_of_two, 2)
+            send(ours, FIRST, copy_of_two, 2)
     finally:
         server.close()

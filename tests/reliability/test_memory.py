@@ -282,8 +282,10 @@ def test_time_of_a_copy(full, monkeypatch, record):
             complete = time.monotonic() - began
             assert copies.newest == 1 and blocked < complete
             began = time.monotonic()
-            own = memory_folder.own_copies(folder, Part(0, 1))
-            CopyClient(server.address, server.token).send(Part(0, 1), own.path(1), 1)
+            root = memory_folder.own_copies(folder, Part(0, 1)).path(1)
+            with CopyClient(server.address, server.token).sending(Part(0, 1), root, 1) as written:
+                for number in range(8):
+                    written(f"arrays/{number}")
             sent = time.monotonic() - began
         with MemoryCheckpoints(1, folder, abstract_state(state), report=print) as copies:
             began = time.monotonic()
