@@ -14,6 +14,20 @@ from typing import Any, NoReturn, TextIO, cast
 from jaxstack.errors import JaxstackError, memory_shortage, nearest
 from jaxstack.heartbeat import beating
 
+MESSAGES = "JAXSTACK_MESSAGES_FILE"
+"""Environment variable in which the launcher names the file for the messages with which a process of several ends: what
+all of them have to say it prints once."""
+
+
+def _print_message(text: str, file: str | None) -> None:
+    """Print the message with which a command ends on standard error, or leave it to the launcher in its `file`."""
+    with contextlib.suppress(OSError):
+        if file is not None:
+            with open(file, "a", encoding="utf-8", errors="backslashreplace") as messages:
+                messages.write(f"{text}\n")
+            return
+    print(text, file=sys.stderr)
+
 
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that reports wrong usage in one line, with the nearest option and a correct command."""
@@ -42,7 +56,9 @@ class CommandParser(argparse.ArgumentParser):
             alike = nearest(unknown.partition("=")[0], options)
             message = f"there is no option {unknown}" + (f"; {alike}" if alike.startswith("did you mean") else "")
         example = f" For example: {self.example}; all options: {self.prog} --help" if self.example else ""
-        self.exit(2, f"{self.prog}: {message.rstrip('.')}{'' if message.endswith('?') else '.'}{example}\n")
+        text = f"{self.prog}: {message.rstrip('.')}{'' if message.endswith('?') else '.'}{example}"
+        _print_message(text, os.environ.get(MESSAGES))
+        self.exit(2)
 
 
 def fill_option_from_overrides(
@@ -164,7 +180,8 @@ def run_command(name: str, body: Callable[[], int | None], lower: str = "the siz
       SIGTERM. An unexpected failure keeps its traceback: it is a bug in jaxstack to be reported. One of several
       processes that has failed does not return, but ends the process: the others may wait for it.
     """
-    code = _exit_code(name, body, lower)
+    messages = os.environ.pop(MESSAGES, None)  # not for commands that this one starts
+    code = _exit_code(body, lower, lambda text: _print_message(f"{name}: {text}", messages))
     coordination = _coordination()
     return code if coordination is None else coordination.exit_at_once_on_failure(code)
 
@@ -174,22 +191,22 @@ def _coordination() -> ModuleType | None:
     return sys.modules.get("jaxstack.distributed.coordination")
 
 
-def _exit_code(name: str, body: Callable[[], int | None], lower: str) -> int:
+def _exit_code(body: Callable[[], int | None], lower: str, say: Callable[[str], None]) -> int:
     try:
         with beating():
             return body() or 0
     except JaxstackError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        say(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        say("interrupted")
         return 130
     except BrokenPipeError:
         # The reader of our output is gone (`| head`); without this, Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except MemoryError:
-        print(f"{name}: out of host memory", file=sys.stderr)
+        say("out of host memory")
         return 1
     except OSError as error:
         if error.errno not in _FILE_SYSTEM_ERRORS:
@@ -198,15 +215,15 @@ def _exit_code(name: str, body: Callable[[], int | None], lower: str) -> int:
         path = error.filename2 or error.filename  # for a rename, the target
         place = f" ({path})" if path else ""
         place += "; a limit on file sizes is reached (ulimit -f)" if error.errno == errno.EFBIG else ""
-        print(f"{name}: {error.strerror}{place}: correct this, then run the same command again", file=sys.stderr)
+        say(f"{error.strerror}{place}: correct this, then run the same command again")
         return 1
     except Exception as error:
         coordination = _coordination()
         if coordination is not None and (lost := coordination.as_lost_peer(error)) is not None:
-            print(f"{name}: {lost}", file=sys.stderr)
+            say(str(lost))
             return lost.exit_code
         if (shortage := memory_shortage(error)) is not None:
-            print(f"{name}: {shortage}. Lower {lower}.", file=sys.stderr)
+            say(f"{shortage}. Lower {lower}.")
             return 1
         traceback.print_exc()
         return 1

@@ -21,9 +21,13 @@ class ConfigError(JaxstackError):
 
 def cannot_write(place: object, error: OSError) -> JaxstackError:
     """Return the exception to raise if a file cannot be written: its exit code is 1 if the disk is full, else 2."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     limit = "; raise the limit on file sizes (ulimit -f)" if error.errno == errno.EFBIG else ""
-    return (JaxstackError if full else ConfigError)(f"cannot write {place}: {error.strerror or error}{limit}")
+    return (JaxstackError if is_full(error) else ConfigError)(f"cannot write {place}: {error.strerror or error}{limit}")
+
+
+def is_full(error: OSError) -> bool:
+    """Return True if a disk, or a quota on it, is full: what could not be written may find room later."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 _WANTED = re.compile(r"allocat\w*\s+(?:of\s+)?([\d.]+)\s?(bytes|B|[KMGT]i?B)\b", re.IGNORECASE)

@@ -126,6 +126,8 @@ class Loop:
         """Steps that are done, counted from the beginning of the run."""
         self.train_seconds: float | None = None
         """Time of the steps before this start; None: not known."""
+        self.waiting: Mapping[str, bytes] = {}
+        """Metrics of the steps before this start for which a full disk had no room, see `Trackers.waiting`."""
         self.save_postponed = self.advised = self.finished = self.evaluated = False
 
     def run(self) -> dict[str, Any]:
@@ -137,16 +139,19 @@ class Loop:
                 self.checkpoints = self._open_checkpoints(stack, self.run_dir)
             start = self.start = self.done = self._restore()
             if self.settings.on_start is not None and log.first and start <= train.steps:
-                self.settings.on_start()
+                with log.writing(start):
+                    self.settings.on_start()
             log.show_progress(stack, start)
+            evaluated = last_evaluation(self.run_dir, start) if start >= train.steps else {}
+            if self.waiting or not evaluated:
+                log.open_trackers(stack, start, self.settings.settings, self.waiting)
             if start >= train.steps:
                 more = f"{start} steps, more than train.steps={train.steps}"
                 every = f"all its {plural(start, 'step')}"
                 log.say(f"the run has {more if start > train.steps else every}; raise train.steps to go on")
                 log.last_values = last_logged(self.run_dir)
-                if evaluated := last_evaluation(self.run_dir, start):
+                if evaluated:
                     return log.last_values | evaluated
-            log.open_trackers(stack, start, self.settings.settings)
             self._prepare(start)
             stack.push(self._report)
             if self.settings.evaluate_first and start == 0:
@@ -207,6 +212,7 @@ class Loop:
         self.skips = SkippedSteps(self.settings.resilience, restored.skipped)
         # Each process may have restored another one's copy in memory, which has that one's measurement.
         self.train_seconds = broadcast_from_first(restored.train_seconds)
+        self.waiting = restored.waiting
         self.signs.note(saved=restored.step)
         jax.block_until_ready(self.trainer.state.params)
         seconds = time.perf_counter() - began
@@ -214,7 +220,7 @@ class Loop:
         if self.checkpoints is not None and self.checkpoints.is_in_memory_only(restored.step):
             # Copies end with the launchers: a signal before the next save would lose the steps since the last one.
             content = self.trainer.stored_state, self.skips.to_json(), self.trainer.data_state, self.train_seconds
-            self.checkpoints.save(restored.step, *content)
+            self.checkpoints.save(restored.step, *content, self.waiting)
         return restored.step
 
     def _prepare(self, start: int) -> None:
@@ -401,9 +407,16 @@ class Loop:
         self.checkpoints.copy(step, *self._content(), steps_grow=sizes.rows(step - 1) < sizes.full)
         self.meter.exclude(time.perf_counter() - began)
 
-    def _content(self) -> tuple[Any, Any, Mapping[str, np.ndarray], float]:
-        """Return the content of a checkpoint: train state, skipped steps, state of the data, seconds of the steps."""
-        return self.trainer.stored_state, self.skips.to_json(), self.trainer.data_state, self.log.train_seconds
+    def _content(self) -> tuple[Any, Any, Mapping[str, np.ndarray], float, Mapping[str, bytes]]:
+        """Return the content of a checkpoint.
+
+        It is the train state, the skipped steps, the state of the data, the seconds of the steps, and the metrics that
+        wait for room on the disk.
+        """
+        trainer = self.trainer
+        return (
+            trainer.stored_state, self.skips.to_json(), trainer.data_state, self.log.train_seconds, self.log.waiting()
+        )  # fmt: skip
 
     def _committed(self) -> int:
         """Return the step of the newest complete checkpoint or copy in memory, as far as it is known."""

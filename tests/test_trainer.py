@@ -1,6 +1,7 @@
 """`Trainer` with a user's own modules, losses and optimizers; runs that are kept, broken off and taken up again."""
 
 import dataclasses
+import errno
 import json
 import shutil
 import threading
@@ -20,6 +21,8 @@ from jaxstack.loop import LoopSettings
 from jaxstack.loss import LossSum
 from jaxstack.module_arrays.linen import from_linen
 from jaxstack.observe.config import ObserveConfig
+from jaxstack.observe.run_log import RunLog
+from jaxstack.observe.trackers import _WholeRecords
 from jaxstack.optim.optimizers import SGD, AdamW
 from jaxstack.optim.schedules import Constant
 from jaxstack.parallel import ParallelConfig, StepLayout, make_mesh
@@ -593,6 +596,29 @@ def test_a_finished_run_says_so_and_can_be_lengthened(tmp_path, capfd):
     own_trainer(steps=8).fit(tmp_path, settings())
     own_trainer(steps=8).fit(tmp_path / "whole", settings())
     assert losses_of(tmp_path) == losses_of(tmp_path / "whole") and len(losses_of(tmp_path)) == 8
+
+
+def test_metrics_that_found_no_room_until_the_end_are_written_by_the_next_start(tmp_path, monkeypatch):
+    """The last checkpoint has them: the run has nothing else left to do."""
+
+    def no_room(file, record):
+        file._waiting += record
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        opening = RunLog.open_trackers
+
+        def open_and_fill(log, *arguments):
+            opening(log, *arguments)
+            patch.setattr(_WholeRecords, "append", no_room)
+
+        patch.setattr(RunLog, "open_trackers", open_and_fill)
+        own_trainer(steps=4, eval_data=HeldOut()).fit(tmp_path, settings())
+    assert losses_of(tmp_path) == {}
+    own_trainer(steps=4, eval_data=HeldOut()).fit(tmp_path, settings())
+    assert list(losses_of(tmp_path)) == [1, 2, 3, 4]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 5 and "eval_loss" in lines[-1]
 
 
 def test_a_run_that_is_longer_than_asked_for_keeps_its_step(tmp_path, capfd):

@@ -235,9 +235,14 @@ class MemoryCheckpoints:
         return self._source[0].index.get("extra")
 
     def read_file(self, step: int, name: str) -> bytes | None:
-        """Return the content of a file that was given to `copy`; None if there is none."""
-        first = self._source[0]
-        return (first.root / name).read_bytes() if name in first.index["files"] else None
+        """Return the content of a file that this process gave to `copy`, or one whose copy is on this node; or None."""
+        near = [copies.path(step) for copies in memory_folder.all_copies(self._folder).values()]
+        for root in [self._source[0].root, *near]:
+            with contextlib.suppress(manifest.Damaged, ConfigError):
+                index = manifest.check(root, step, names=(name,))
+                if index.get("run") == self._run and name in index["files"]:
+                    return (root / name).read_bytes()
+        return None
 
     def restore(self, step: int) -> PyTree:
         """Return the state of the copy of `step`, which `latest_step` returned."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, TextIO
 
+from jaxstack.cli import MESSAGES
 from jaxstack.distributed.parent_death import die_with_parent
 from jaxstack.resilience.progress_file import PROGRESS, STACKS, Record, read_record
 
@@ -36,7 +37,7 @@ class Child:
       rank: its number in the whole run.
       command: program and arguments.
       environment: its whole environment.
-      folder: for the files with its progress and its stacks.
+      folder: for the files with its progress, its stacks and its last messages.
       copies: True if other processes print to the same place. Its lines are then copied there one by one, since the
         launcher makes Python write at once, a line in several parts, which would mix with those of the others. Without
         a prefix it keeps a terminal, which progress bars ask for. False: it inherits the launcher's output.
@@ -56,9 +57,12 @@ class Child:
         self.rank = rank
         self._progress = folder / f"progress-{rank}"
         self._stacks = folder / f"stacks-{rank}"
-        for path in (self._progress, self._stacks):
+        self._messages = folder / f"messages-{rank}"
+        for path in (self._progress, self._stacks, self._messages):
             path.unlink(missing_ok=True)
         variables = {**environment, PROGRESS: str(self._progress), STACKS: str(self._stacks)}
+        if copies:
+            variables[MESSAGES] = str(self._messages)
         out, errors = _ways_out(prefix) if copies else (None, None)
         self._process = subprocess.Popen(
             command, env=variables, stdin=subprocess.DEVNULL, stdout=out,
@@ -83,6 +87,13 @@ class Child:
         """Return the newest progress record that the process has written."""
         self._last = read_record(self._progress) or self._last
         return self._last
+
+    def messages(self) -> str:
+        """Return the messages with which the process has ended, of which it has printed none; "" if it left none."""
+        try:
+            return self._messages.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
 
     def send(self, signum: int) -> None:
         """Send a signal to the process and to everything that it started."""

@@ -225,6 +225,7 @@ class Supervisor:
             code, reason = self._watch(children)
         finally:
             end_all(children, _END_SECONDS)
+            _print_messages(children)
             if left := cleanup.remove_left_behind(before):
                 say(f"removed {plural(len(left), 'file')} that it had left in {cleanup.FOLDER}")
         records = [child.record() for child in children]
@@ -337,8 +338,12 @@ class Supervisor:
             if child.is_stopped():
                 reason += f"; rank {child.rank} was suspended"
                 say(f"stacks of rank {child.rank} (process {child.pid}):\n{child.stacks()}")
-        # If one process finds the configuration wrong, the others fail because it is missing.
-        return (2 if 2 in failed.values() else 1), reason
+        if 2 not in failed.values():
+            return 1, reason
+        deadline = time.monotonic() + _END_SECONDS
+        while any(child.poll() is None for child in running) and time.monotonic() < deadline:
+            self._sleep(_LOOK_SECONDS)  # they are about to find the same configuration wrong
+        return 2, reason  # what else they fail with, they do because that process is missing
 
     def _stuck(self, rank: int, records: dict[int, Record], running: Sequence[Child]) -> str:
         record = records[rank]
@@ -413,6 +418,18 @@ def _describe_code(code: int) -> str:
 def _describe_place(record: Record) -> str:
     """Return the phase and step in which a process ended; "" if it has told none."""
     return "" if record.phase == "other" else f" in phase {record.phase!r} at step {record.step}"
+
+
+def _print_messages(children: Sequence[Child]) -> None:
+    """Print the messages with which processes have ended, equal ones once, with the ranks unless all have the same."""
+    ranks: dict[str, list[str]] = {}
+    for child in children:
+        if text := child.messages():
+            ranks.setdefault(text, []).append(str(child.rank))
+    for text, found in ranks.items():
+        prefix = f"[{','.join(found)}] " if len(found) < len(children) else ""
+        for line in text.splitlines():
+            write_line(sys.__stderr__, f"{prefix}{line}\n".encode())
 
 
 def _ranks(children: Sequence[Child]) -> str:

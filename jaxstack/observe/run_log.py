@@ -4,12 +4,14 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
+from jaxstack.errors import cannot_write, is_full
 from jaxstack.files import write_file
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.energy import EnergyMeter, EnergyPrices, start_energy_meter
@@ -41,13 +43,10 @@ class Goodput:
     def __init__(self, run_dir: Path | None, step: int, train_seconds: float, clock: Callable[[], float] | None = None):
         self._path = run_dir / FILE if run_dir is not None else None
         clock = self._clock = clock or steady_clock()
-        if run_dir is not None:
-            run_dir.mkdir(parents=True, exist_ok=True)
         before = read_sessions(self._path)
         # Without records, wall time is counted from now.
         self._train_seconds = train_seconds if before or run_dir is None else 0.0
         self._sessions = [*before, {"began": clock(), "step": step}]
-        self._write()
 
     def add(self, seconds: float) -> None:
         """Add `seconds`, the duration of finished training steps, to the time that counts as productive."""
@@ -61,11 +60,13 @@ class Goodput:
     def close(self, finished: bool) -> None:
         """Record when this process stopped training the run, and whether all steps of the run are done."""
         self._sessions[-1] |= {"ended": self._clock(), "finished": finished}
-        self._write()
+        self.record()
 
-    def _write(self) -> None:
+    def record(self) -> None:
+        """Write the starts of the run to `sessions.json`."""
         if self._path is None:
             return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         write_file(self._path, (json.dumps(self._sessions) + "\n").encode(), durable=False)
 
 
@@ -140,20 +141,49 @@ class RunLog:
         enabled = self._config.progress and self.first
         self._progress = stack.enter_context(Progress(self._total_steps, start, enabled=enabled))
 
-    def open_trackers(self, stack: contextlib.ExitStack, start: int, settings: Mapping[str, Any]) -> None:
+    @contextlib.contextmanager
+    def writing(self, start: int) -> Iterator[None]:
+        """Context that writes files of the run directory. A full disk does not end a run that goes on: it is reported.
+
+        Args:
+          start: number of steps that are done.
+
+        Raises:
+          JaxstackError: a file cannot be written, and the run is new or the disk is not full.
+        """
+        try:
+            yield
+        except OSError as error:
+            failure = cannot_write(f"the run directory {self._run_dir}", error)
+            if start == 0 or not is_full(error):
+                raise failure from None
+            self.say(f"warning: {failure}; going on, with its files as they are")
+
+    def open_trackers(
+        self,
+        stack: contextlib.ExitStack,
+        start: int,
+        settings: Mapping[str, Any],
+        waiting: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
         """Open the configured metrics trackers; the exit stack `stack` closes them. Also starts the energy meter.
 
         Args:
           stack: closes them.
           start: number of steps that are done.
           settings: the run's configuration as plain data.
+          waiting: metrics of the steps that are done for which a full disk had no room, see `waiting`.
         """
         names = self._config.trackers if self.writes else ()
-        trackers = open_trackers(names, self._run_dir or ".", start, settings, self.say)
+        trackers = open_trackers(names, self._run_dir or ".", start, settings, self.say, waiting)
         self._trackers: Trackers = stack.enter_context(contextlib.closing(trackers))
         prices = EnergyPrices(self._config.pue, self._config.price_per_gpu_hour)
         self._energy = start_energy_meter(self._run_dir if self.writes else None, prices, self.say)
         stack.callback(self._energy.close)
+
+    def waiting(self) -> dict[str, bytes]:
+        """Return the metrics for which a full disk has no room, by tracker."""
+        return self._trackers.waiting()
 
     def begin(
         self,
@@ -185,8 +215,10 @@ class RunLog:
         self._goodput = Goodput(self._run_dir if self.first else None, start, train_seconds)
         self._read_energy({})  # what was used until now, for compiling, is not that of steps
         self._environment: dict[str, Any] = {**(planned or {}), "ran": ran, "schedule": schedule}
-        if self._run_dir is not None and self.writes:
-            write_environment(self._run_dir, **self._environment)
+        with self.writing(start):
+            self._goodput.record()
+            if self._run_dir is not None and self.writes:
+                write_environment(self._run_dir, **self._environment)
 
     @property
     def train_seconds(self) -> float:

@@ -9,11 +9,12 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from jaxstack.errors import ConfigError
+from jaxstack.errors import ConfigError, is_full
 from jaxstack.files import replacing
 
 
@@ -32,11 +33,22 @@ class _WholeRecords:
 
     Args:
       path: the file; it is made if it does not exist.
+      first: records to write first.
+      resumed: the run goes on, also on a full disk; a new run does not begin on one.
+
+    Raises:
+      OSError: the file cannot be written, unless it is for a full disk, and `resumed` is True.
     """
 
-    def __init__(self, path: Path):
-        self._file = path.open("ab", buffering=0)
-        self._pending = b""
+    def __init__(self, path: Path, first: bytes, *, resumed: bool):
+        self._path = path
+        self._file: io.FileIO | None = None
+        self._waiting = b""
+        try:
+            self.append(first)
+        except OSError as error:
+            if not (resumed and is_full(error)):
+                raise
 
     def append(self, record: bytes) -> None:
         """Write a record after those that wait.
@@ -44,22 +56,31 @@ class _WholeRecords:
         Raises:
           OSError: there was no room; nothing was written, and all of them wait for the next call.
         """
-        self._pending += record
+        self._waiting += record
+        if self._file is None:
+            self._file = self._path.open("ab", buffering=0)
         end = os.fstat(self._file.fileno()).st_size
         try:
             written = 0
-            while written < len(self._pending):
-                written += self._file.write(self._pending[written:]) or 0
+            while written < len(self._waiting):
+                written += self._file.write(self._waiting[written:]) or 0
         except OSError:
             self._file.truncate(end)  # no torn record
             raise
-        self._pending = b""
+        self._waiting = b""
+
+    def waiting(self) -> bytes:
+        """Return the records for which there is no room now."""
+        with contextlib.suppress(OSError):
+            self.append(b"")
+        return self._waiting
 
     def close(self) -> None:
         try:
             self.append(b"")
         finally:
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
 
 
 class JsonLines:
@@ -67,27 +88,39 @@ class JsonLines:
 
     Every line is strict JSON: a value that is not finite becomes the string "NaN", "Infinity" or "-Infinity", which
     `float` parses. Opening a file drops its lines after `start_step`, which the run repeats, and an incomplete last
-    line; the file is replaced atomically, so that a kill at this moment loses nothing.
+    line; a kill at this moment loses nothing.
 
     Args:
       path: the file.
       start_step: number of completed steps that the run resumes from.
+      waiting: what `waiting` returned at that step; lines that are not in the file are written.
     """
 
-    def __init__(self, path: str | Path, start_step: int = 0):
+    def __init__(self, path: str | Path, start_step: int = 0, waiting: bytes = b""):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _drop_lines(self.path, lambda line: _is_before(line, start_step))
-        self._file = _WholeRecords(self.path)
+        first = _not_in([self.path], waiting.splitlines(keepends=True))
+        self._file = _WholeRecords(self.path, first, resumed=start_step > 0)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a step's values. Lines that a full disk has no room for are written as soon as there is room."""
         record = {"step": int(step)} | {key: _plain(value) for key, value in values.items()}
         self._file.append(json.dumps(record, allow_nan=False).encode() + b"\n")
 
+    def waiting(self) -> bytes:
+        """Return the lines for which a full disk has no room now."""
+        return self._file.waiting()
+
     def close(self) -> None:
         self._file.close()
+
+
+def _not_in(files: Sequence[Path], records: Sequence[bytes]) -> bytes:
+    """Return the records that no file has: of those that waited for room, some may have been written later."""
+    written = [file.read_bytes() for file in files if file.exists()] if records else []
+    return b"".join(record for record in records if not any(record in content for content in written))
 
 
 def _plain(value: Any) -> Any:
@@ -111,9 +144,18 @@ def _is_before(line: bytes, last_step: int) -> bool:
 
 def _drop_lines(path: Path, keep: Callable[[bytes], bool]) -> None:
     """Atomically drop the lines of a file for which `keep` is False; a file without such lines is not touched."""
+    kept = end = after = 0
     with path.open("rb") as lines:
-        if all(keep(line) for line in lines):
-            return
+        for line in lines:
+            end += len(line)
+            if not keep(line):
+                continue
+            after = end
+            kept += len(line)
+    if kept == after:  # they are the last ones: a full disk has no room for another file
+        if end > after:
+            os.truncate(path, after)
+        return
     with path.open("rb") as lines, replacing(path) as target:
         os.fchmod(target.fileno(), path.stat().st_mode & 0o777)
         target.writelines(line for line in lines if keep(line))
@@ -128,9 +170,14 @@ class TensorBoard:
     TensorBoard's own file writer is not used: it writes in a thread, which ends with a traceback when the disk is full.
     A resumed run marks its start in the event file, so that TensorBoard drops the values that an earlier process wrote
     after `start_step`.
+
+    Args:
+      directory: the folder of the event files.
+      start_step: number of completed steps that the run resumes from.
+      waiting: what `waiting` returned at that step; records that are in no file are written.
     """
 
-    def __init__(self, directory: str | Path, start_step: int = 0):
+    def __init__(self, directory: str | Path, start_step: int = 0, waiting: bytes = b""):
         # Imported here: it takes a third of a second, and a run without this tracker does not need it.
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -139,14 +186,16 @@ class TensorBoard:
         self._event: Any = vars(event_pb2)["Event"]
         self._summary: Any = vars(summary_pb2)["Summary"]
         session: Any = vars(event_pb2)["SessionLog"]
-        Path(directory).mkdir(parents=True, exist_ok=True)
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
         self._to_record = RecordWriter
         # TensorBoard reads the files in the order of their names.
         number = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_event_files)}"
-        self._file = _WholeRecords(Path(directory) / f"events.out.tfevents.{number}")
-        self._write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
-        start = session(status=session.START)
-        self._write(self._event(wall_time=time.time(), step=start_step + 1, session_log=start))
+        version = self._event(wall_time=time.time(), file_version="brain.Event:2")
+        start = self._event(wall_time=time.time(), step=start_step + 1, session_log=session(status=session.START))
+        before = _not_in(sorted(folder.glob("events.out.tfevents.*")), list(_event_records(waiting)))
+        first = self._record(version) + before + self._record(start)
+        self._file = _WholeRecords(folder / f"events.out.tfevents.{number}", first, resumed=start_step > 0)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
@@ -155,15 +204,29 @@ class TensorBoard:
             for key, value in numbers.items()
             if isinstance(value, int | float)
         ]
-        self._write(self._event(wall_time=time.time(), step=int(step), summary=self._summary(value=scalars)))
+        event = self._event(wall_time=time.time(), step=int(step), summary=self._summary(value=scalars))
+        self._file.append(self._record(event))
 
-    def _write(self, event: Any) -> None:
+    def _record(self, event: Any) -> bytes:
         record = io.BytesIO()
         self._to_record(record).write(event.SerializeToString())
-        self._file.append(record.getvalue())
+        return record.getvalue()
+
+    def waiting(self) -> bytes:
+        """Return the records for which a full disk has no room now."""
+        return self._file.waiting()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _event_records(content: bytes) -> Iterator[bytes]:
+    """Yield the records of an event file: length of the event (8 bytes), checksum (4), event, checksum (4)."""
+    start = 0
+    while start < len(content):
+        end = start + 16 + int.from_bytes(content[start : start + 8], "little")
+        yield content[start:end]
+        start = end
 
 
 def _import_for(tracker: str, module: str, package: str) -> Any:
@@ -277,12 +340,12 @@ class MLflow:
         self._client.set_terminated(self._run_id)
 
 
-TRACKERS: dict[str, Callable[[Path, int, str, Mapping[str, Any]], Tracker]] = {
+TRACKERS: dict[str, Callable[[Path, int, bytes, Mapping[str, Any]], Tracker]] = {
     # First the file from which everything else can be made: it is written even if a later tracker fails.
-    "jsonl": lambda run_dir, start, name, settings: JsonLines(run_dir / "metrics.jsonl", start),
-    "tensorboard": lambda run_dir, start, name, settings: TensorBoard(run_dir / "tensorboard", start),
-    "wandb": lambda run_dir, start, name, settings: WandB(run_dir, start, name, settings),
-    "mlflow": lambda run_dir, start, name, settings: MLflow(run_dir, start, name, settings),
+    "jsonl": lambda run_dir, start, waiting, settings: JsonLines(run_dir / "metrics.jsonl", start, waiting),
+    "tensorboard": lambda run_dir, start, waiting, settings: TensorBoard(run_dir / "tensorboard", start, waiting),
+    "wandb": lambda run_dir, start, waiting, settings: WandB(run_dir, start, run_dir.name, settings),
+    "mlflow": lambda run_dir, start, waiting, settings: MLflow(run_dir, start, run_dir.name, settings),
 }
 
 
@@ -305,6 +368,11 @@ class Trackers:
             else:
                 self._failing.discard(name)
 
+    def waiting(self) -> dict[str, bytes]:
+        """Return what a full disk has no room for, by tracker, for the trackers of a run that goes on from here."""
+        files = {name: x for name, x in self._trackers.items() if isinstance(x, JsonLines | TensorBoard)}
+        return {name: content for name, tracker in files.items() if (content := tracker.waiting())}
+
     def close(self) -> None:
         """Close every tracker, even if one of them fails; then raise the first failure."""
         failures: list[Exception] = []
@@ -324,6 +392,7 @@ def open_trackers(
     start_step: int = 0,
     settings: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = print,
+    waiting: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Trackers:
     """Open the trackers with these names (keys of `TRACKERS`) for the run in `run_dir`.
 
@@ -333,6 +402,7 @@ def open_trackers(
       start_step: number of completed steps that the run resumes from; later values are dropped.
       settings: the run's configuration, for trackers that show it.
       say: called with warnings.
+      waiting: what `Trackers.waiting` returned at `start_step`.
 
     Raises:
       ConfigError: a tracker's package is not installed. Trackers opened before it are closed.
@@ -341,7 +411,7 @@ def open_trackers(
     try:
         for name, make in TRACKERS.items():
             if name in names:
-                opened[name] = make(Path(run_dir), start_step, Path(run_dir).name, settings or {})
+                opened[name] = make(Path(run_dir), start_step, waiting.get(name, b""), settings or {})
     except BaseException:
         Trackers(opened).close()
         raise

@@ -3,6 +3,7 @@
 Dimensions: P prompts, G answers to each, B = P G rows of a batch, T tokens of a row.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -302,7 +303,8 @@ class Rollouts:
         counts = self._policy.counts(sampled.rewards)
         kept = np.sort(np.argsort(~counts, kind="stable")[:wanted])
         if self._folder is not None and self._process == 0:
-            write_json(self._folder / SAMPLES, {"rollout": number, "samples": sampled.shown()})
+            with contextlib.suppress(OSError):  # a full disk, which the metrics report; only a person reads the samples
+                write_json(self._folder / SAMPLES, {"rollout": number, "samples": sampled.shown()})
         batch, versions = self._arrange(sampled.groups(kept))
         if "computed" in batch:
             metrics["computed"] = float(batch["computed"].mean())

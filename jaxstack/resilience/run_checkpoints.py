@@ -17,6 +17,8 @@ from jaxstack.errors import ConfigError
 
 _DATA = "samples.npz"
 """File of a checkpoint with the state of the data, if it has any."""
+_WAITING = "waiting_metrics.npz"
+"""File of a checkpoint with the metrics until its step for which a full disk had no room, if there were any."""
 
 
 class Restored(NamedTuple):
@@ -33,6 +35,8 @@ class Restored(NamedTuple):
     """Name of the checkpoint or of the copies in memory, for a message."""
     train_seconds: float | None = None
     """Time of the steps up to it, see `RunLog.train_seconds`; None: not known."""
+    waiting: Mapping[str, bytes] = MappingProxyType({})
+    """Metrics until this step for which a full disk had no room, see `Trackers.waiting`."""
 
 
 class RunCheckpoints:
@@ -115,8 +119,13 @@ class RunCheckpoints:
         if changed := fingerprint_difference(before, shared_keys(before, self._settings)):
             self._say(f"warning: not as checkpoint {step} was trained: {changed}")
         data = _arrays_of(source.read_file(step, _DATA))
+        waiting = _arrays_of(source.read_file(step, _WAITING))
+        if isinstance(source, MemoryCheckpoints):  # they are in one process's copies, which others may have
+            told = coordination.all_gather_arrays("waiting-metrics", waiting)
+            waiting = next((arrays for arrays in told if arrays), {})
         self._forget_copies(step if source is self.memory else None)
-        return Restored(step, state, extra.get("skipped"), data, where, extra.get("train_seconds"))
+        content = {name: array.tobytes() for name, array in waiting.items()}
+        return Restored(step, state, extra.get("skipped"), data, where, extra.get("train_seconds"), content)
 
     def is_in_memory_only(self, step: int) -> bool:
         """Return True if the restored state of `step` is not on disk; all processes must call it."""
@@ -173,6 +182,7 @@ class RunCheckpoints:
         skipped: Any,
         data: Mapping[str, np.ndarray] | None = None,
         train_seconds: float | None = None,
+        waiting: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """Begin to save the train state reached after `step` steps, with the record of skipped steps.
 
@@ -182,8 +192,9 @@ class RunCheckpoints:
           skipped: the record.
           data: state of the data, see `Training.data_state`.
           train_seconds: time of the steps so far, see `RunLog.train_seconds`.
+          waiting: metrics that wait for room on the disk, see `Trackers.waiting`.
         """
-        self.manager.save(step, state, self._extra(step, skipped, train_seconds), files=_files_of(data))
+        self.manager.save(step, state, self._extra(step, skipped, train_seconds), files=_files_of(data, waiting))
         self.saved_step = step
 
     def copy(
@@ -193,12 +204,14 @@ class RunCheckpoints:
         skipped: Any,
         data: Mapping[str, np.ndarray] | None = None,
         train_seconds: float | None = None,
+        waiting: Mapping[str, bytes] = MappingProxyType({}),
+        *,
         steps_grow: bool = False,
     ) -> None:
         """Begin to copy to host memory what `save` saves on disk; for `steps_grow` see `MemoryCheckpoints.copy`."""
         if self.memory is not None:
             extra = self._extra(step, skipped, train_seconds)
-            self.memory.copy(step, state, extra, _files_of(data), steps_grow=steps_grow)
+            self.memory.copy(step, state, extra, _files_of(data, waiting), steps_grow=steps_grow)
 
     def leave_devices(self) -> None:
         """Wait until no copy of the state is on the devices; see `MemoryCheckpoints.leave_devices`."""
@@ -239,13 +252,16 @@ class RunCheckpoints:
         return f"rolled back to checkpoint {newest}, from which the same command goes on"
 
 
-def _files_of(arrays: Mapping[str, np.ndarray] | None) -> dict[str, bytes]:
-    """Return the file of a checkpoint for the state of the data, a compressed .npz file; {} if there is no state."""
-    if not arrays:
-        return {}
-    file = io.BytesIO()
-    np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType] - no name is that of its own parameter
-    return {_DATA: file.getvalue()}
+def _files_of(data: Mapping[str, np.ndarray] | None, waiting: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files of a checkpoint beside its state: compressed .npz files of what is not empty."""
+    contents = {_DATA: data, _WAITING: {name: np.frombuffer(content, np.uint8) for name, content in waiting.items()}}
+    files = {}
+    for name, arrays in contents.items():
+        if arrays:
+            file = io.BytesIO()
+            np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType] - no name is that of its own parameter
+            files[name] = file.getvalue()
+    return files
 
 
 def _arrays_of(content: bytes | None) -> dict[str, np.ndarray]:

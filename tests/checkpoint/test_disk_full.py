@@ -72,6 +72,13 @@ def fill(disk):
     (disk / "filler").write_bytes(bytes(free - 1_000_000))
 
 
+def fill_up(disk):
+    """Leaves nothing, by a file `filler`."""
+    with open(disk / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
 @pytest.mark.quick
 def test_said_once_space_reclaimed_and_the_next_save_works(small_disk, capfd):
     told = []

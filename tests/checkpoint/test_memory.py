@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import BinaryIO
@@ -221,9 +222,9 @@ def test_memory_that_other_programs_hold_is_no_room_for_a_copy(monkeypatch, free
     assert shard_files.has_room({}) == room
 
 
-def copy_as_two(folder: Path, state: dict, step: int) -> None:
+def copy_as_two(folder: Path, state: dict, step: int, files_of_second: Mapping[str, bytes] | None = None) -> None:
     """Makes the copies of two processes, each with two of four devices, and on one node all that is left: of process 0
-    its own, of process 1 the second one."""
+    its own, of process 1 the second one, with further files."""
     leaves, _ = name_leaves(state)
     specs = {name: describe(name, leaf) for name, leaf in leaves.items()}
     shards = shard_files.start_copy({name: to_stored(leaves[name], spec) for name, spec in specs.items()})
@@ -233,7 +234,8 @@ def copy_as_two(folder: Path, state: dict, step: int) -> None:
             for name, pieces in shards.items()
         }
         index = {**make_index(step, specs, {"batches": step}), "run": str(folder.parent / "run")}
-        shard_files.write(copies.begin(step), mine, index, {"samples.npz": b"abc"})
+        further = files_of_second if rank and files_of_second else {}
+        shard_files.write(copies.begin(step), mine, index, {"samples.npz": b"abc", **further})
         copies.commit(step)
 
 
@@ -248,6 +250,16 @@ def on_devices(count: int, step: int) -> dict:
         "everywhere": jax.device_put(rows, NamedSharding(mesh, P())),
         "key": key,
     }  # fmt: skip
+
+
+def test_a_file_that_one_process_alone_gave_is_found_in_its_copy(folder):
+    """Of either node's memory; not if it is damaged."""
+    copy_as_two(folder, on_devices(4, 12), 12, {"metrics": b"of process 1"})
+    with opened(on_devices(1, 12), folder) as copies:
+        assert copies.latest_step(10) == 12 and copies.read_file(12, "metrics") == b"of process 1"
+        assert copies.read_file(12, "others") is None
+        damage(held_copies(folder, Part(1, 2)).path(12) / "metrics")
+        assert copies.read_file(12, "metrics") is None
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])

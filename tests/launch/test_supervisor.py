@@ -117,6 +117,45 @@ def test_exit_codes(code, starts, expected):
     assert process.returncode == expected and out.count("started\n") == starts
 
 
+WRONG = (
+    "import os, sys, time; from jaxstack.cli import run_command; from jaxstack.errors import ConfigError; "
+    "rank = int(os.environ['JAX_PROCESS_ID'])\n"
+    "def body(): raise ConfigError(TEXT)\n"
+    "DELAY; sys.exit(run_command('jaxstack train', body))"
+)
+
+
+def test_a_message_of_all_processes_is_printed_once():
+    """Also if one of them comes to it later, and it has several lines."""
+    program = WRONG.replace("TEXT", "'a is 1.\\n  b is 2.'").replace("DELAY", "time.sleep(0.3 * rank)")
+    out, _ = launch("--processes", "2", program=program).communicate(timeout=60)
+    assert out == "jaxstack train: a is 1.\n  b is 2.\n"
+
+
+@pytest.mark.longer
+def test_a_message_of_some_processes_is_printed_once_with_their_ranks():
+    program = WRONG.replace("TEXT", "'a is %d.' % min(rank, 1)").replace("DELAY", "rank == 3 and time.sleep(60)")
+    out, _ = launch("--processes", "4", program=program).communicate(timeout=60)
+    assert out == "[0] jaxstack train: a is 0.\n[1,2] jaxstack train: a is 1.\n"
+
+
+def test_wrong_usage_of_all_processes_is_printed_once():
+    program = "from jaxstack.cli import CommandParser; CommandParser(prog='p', usage='').parse_args(['--x'])"
+    out, _ = launch("--processes", "2", program=program).communicate(timeout=60)
+    assert out == "p: there is no option --x.\n"
+
+
+def test_a_message_of_what_a_command_starts_is_not_its_own():
+    """Such as a trial of a study, whose output the study reads."""
+    program = (
+        "import subprocess, sys; from jaxstack.cli import run_command; "
+        'wrong = \'from jaxstack.cli import CommandParser; CommandParser(prog="trial").parse_args(["x"])\'; '
+        "run_command('tune', lambda: subprocess.run([sys.executable, '-c', wrong]).returncode - 2)"
+    )
+    out, _ = launch("--processes", "2", program=program).communicate(timeout=60)
+    assert sorted(out.splitlines()) == ["[1] trial: unrecognized arguments: x.", "trial: unrecognized arguments: x."]
+
+
 def test_a_rank_that_was_stopped_by_a_signal_stops_the_run():
     """Before the first step only that one hears of it, and the others fail at its absence."""
     program = (

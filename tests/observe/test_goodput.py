@@ -1,10 +1,13 @@
 """Goodput over several starts of a run."""
 
+import errno
 import json
 
 import pytest
 
-from jaxstack.observe.run_log import FILE, Goodput, wall_seconds
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.observe.config import ObserveConfig
+from jaxstack.observe.run_log import FILE, Goodput, RunLog, wall_seconds
 
 
 class Clock:
@@ -26,7 +29,9 @@ def test_one_start(tmp_path):
 
 def test_a_crash_costs_what_is_repeated_and_the_time_until_the_next_start(tmp_path):
     clock = Clock()
-    Goodput(tmp_path, 0, 0.0, clock).add(90.0)
+    first = Goodput(tmp_path, 0, 0.0, clock)
+    first.record()
+    first.add(90.0)
     clock.now += 100  # then killed; only 40 of the 90 seconds were before the last checkpoint
     clock.now += 50
     second = Goodput(tmp_path, 8, 40.0, clock)
@@ -50,6 +55,7 @@ def test_the_time_after_a_finished_run_does_not_count(tmp_path):
     first.close(finished=True)
     clock.now += 86400
     later = Goodput(tmp_path, 10, 50.0, clock)
+    later.record()
     clock.now += 100
     later.add(50.0)
     assert later.read()["goodput"] == 0.5
@@ -72,3 +78,25 @@ def test_a_damaged_file_begins_anew(tmp_path, text):
     clock.now += 100
     goodput.add(50.0)
     assert goodput.read() == {"train_seconds": 50.0, "goodput": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("start", "number", "failure"),
+    [
+        (5, errno.ENOSPC, None),
+        (5, errno.EDQUOT, None),
+        (5, errno.EACCES, ConfigError),
+        (0, errno.ENOSPC, JaxstackError),
+    ],
+)
+def test_a_run_that_goes_on_does_so_on_a_full_disk(tmp_path, start, number, failure):
+    said = []
+    log = RunLog(tmp_path, 20, ObserveConfig(progress=False), said.append)
+    try:
+        with log.writing(start):
+            raise OSError(number, "the reason")
+    except JaxstackError as error:
+        assert type(error) is failure and str(error) == f"cannot write the run directory {tmp_path}: the reason"
+        assert not said
+    else:
+        assert failure is None and len(said) == 1 and "the reason; going on" in said[0]

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from jaxstack.errors import ConfigError
 from jaxstack.observe.trackers import TRACKERS, JsonLines, MLflow, TensorBoard, Trackers, WandB, open_trackers
+from tests.checkpoint.test_disk_full import fill_up, mounted
 
 
 def _records(path):
@@ -73,7 +74,7 @@ def test_a_full_disk_costs_no_event_and_no_traceback(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert done.stdout.count("could not be written") == 1 and "of step 2 " in done.stdout
-    assert [step for step, _ in _scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5]
 
 
 def test_a_full_disk_is_said_once_and_loses_no_line(tmp_path):
@@ -82,6 +83,52 @@ def test_a_full_disk_is_said_once_and_loses_no_line(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("could not be written") == 1 and "of step 2 " in done.stdout
     assert [record["step"] for record in _records(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def _values(step: int) -> dict[str, float]:
+    """More than what is left of the last block of a file."""
+    return {"loss": float(step)} | {f"value {number}": 0.0 for number in range(300)}
+
+
+@pytest.mark.parametrize("room", ["before the restart", "after it", "after the next one"])
+def test_what_waits_for_room_is_written_once_by_a_run_that_goes_on(tmp_path, room):
+    """Steps 2 and 3 wait when the state of step 3 is kept; step 4 is repeated at each start."""
+    names = ("jsonl", "tensorboard")
+    with mounted(tmp_path / "disk", "size=256k") as disk:
+        run_dir = disk / "run"
+        lost = open_trackers(names, run_dir)
+        lost.log(1, _values(1))
+        fill_up(disk)
+        for step in (2, 3):
+            lost.log(step, _values(step))
+        kept = lost.waiting()
+        assert list(kept) == list(names) and kept["jsonl"].count(b"\n") == 2
+        if room == "before the restart":
+            (disk / "filler").unlink()
+        lost.log(4, _values(4))
+        if room == "after the next one":
+            said = []
+            lost = open_trackers(names, run_dir, 3, say=said.append, waiting=kept)
+            lost.log(4, _values(4))
+            assert len(said) == 2 and [line["step"] for line in _records(run_dir / "metrics.jsonl")] == [1]
+            kept = lost.waiting()
+        if room != "before the restart":
+            (disk / "filler").unlink()
+        start = 4 if room == "after the next one" else 3
+        last = open_trackers(names, run_dir, start, waiting=kept)
+        assert last.waiting() == {}
+        for step in range(start + 1, 6):
+            last.log(step, _values(step))
+        last.close()
+        assert [line["step"] for line in _records(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+        assert scalars(run_dir / "tensorboard", "loss") == [(step, float(step)) for step in range(1, 6)]
+
+
+def test_a_new_run_does_not_begin_on_a_full_disk(tmp_path):
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+        fill_up(disk)
+        with pytest.raises(OSError, match="No space left"):
+            TensorBoard(disk)
 
 
 def test_jsonl_stays_strict_json_when_a_loss_blows_up(tmp_path):
@@ -136,7 +183,7 @@ def test_jsonl_survives_a_kill(tmp_path):
     assert [record["step"] for record in _records(path)] == list(range(1, 51))
 
 
-def _scalars(directory, tag):
+def scalars(directory, tag):
     accumulator = EventAccumulator(str(directory), size_guidance={"tensors": 0, "scalars": 0})
     accumulator.Reload()
     if tag in accumulator.Tags()["scalars"]:
@@ -149,8 +196,8 @@ def test_tensorboard_reads_the_values_back(tmp_path):
     tracker.log(10, {"loss": 2.5, "mfu": None, "note": "text", "tokens": np.int64(4)})
     tracker.log(20, {"loss": np.float32(1.25)})
     tracker.close()
-    assert _scalars(tmp_path, "loss") == [(10, 2.5), (20, 1.25)]
-    assert _scalars(tmp_path, "tokens") == [(10, 4.0)]
+    assert scalars(tmp_path, "loss") == [(10, 2.5), (20, 1.25)]
+    assert scalars(tmp_path, "tokens") == [(10, 4.0)]
 
 
 def test_tensorboard_resume_replaces_later_values(tmp_path):
@@ -161,7 +208,7 @@ def test_tensorboard_resume_replaces_later_values(tmp_path):
     resumed = TensorBoard(tmp_path, start_step=20)
     resumed.log(40, {"loss": 4.0})
     resumed.close()
-    assert _scalars(tmp_path, "loss") == [(10, 10.0), (20, 20.0), (40, 4.0)]
+    assert scalars(tmp_path, "loss") == [(10, 10.0), (20, 20.0), (40, 4.0)]
 
 
 def test_tensorboard_pulls_in_no_framework(tmp_path):
@@ -294,7 +341,7 @@ def test_open_trackers_fans_out_in_the_table_order(tmp_path, fake_wandb):
     trackers.log(3, {"loss": 0.5})
     trackers.close()
     assert _records(tmp_path / "run" / "metrics.jsonl") == [{"step": 3, "loss": 0.5}]
-    assert _scalars(tmp_path / "run" / "tensorboard", "loss") == [(3, 0.5)]
+    assert scalars(tmp_path / "run" / "tensorboard", "loss") == [(3, 0.5)]
     assert fake_wandb[0][1].lines == [{"step": 3, "loss": 0.5}]
     assert fake_wandb[0][0]["name"] == "run"
 

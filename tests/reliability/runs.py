@@ -65,7 +65,7 @@ class Runs:
     def below(self, name: str) -> "Runs":
         """Runs with the same data and compiled steps, in a folder of their own: no name of theirs is taken."""
         other = copy.copy(self)
-        (self.folder / name).mkdir()
+        (self.folder / name).mkdir(exist_ok=True)
         other._use(self.folder / name)
         return other
 

@@ -1,8 +1,10 @@
 """Rows 1, 3, 4, 5 and 17: kills during saves, damage on disk, a full disk, and the memory of many saves."""
 
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,10 +15,12 @@ from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.leaves import abstract_state
 from jaxstack.checkpoint.manager import CheckpointManager
 from tests.checkpoint.states import assert_same, make_state
-from tests.checkpoint.test_disk_full import fill, small_disk  # noqa: F401
+from tests.checkpoint.test_disk_full import fill, fill_up, mounted, small_disk  # noqa: F401
 from tests.checkpoint.test_kill import check_all_whole, run_and_kill
-from tests.reliability.runs import FAULTY, REPOSITORY, Runs, finish
+from tests.observe.test_trackers import scalars
+from tests.reliability.runs import FAULTY, REPOSITORY, Runs, finish, ranks, read_until, waiting
 from tests.reliability.states import files_of
+from tests.reliability.test_memory import MEMORY, STEPS, copied, folder_of
 
 pytestmark = pytest.mark.exhaustive
 
@@ -145,8 +149,6 @@ def test_cut_and_deleted_files_and_strangers(two, full, record):
 
 def test_full_disk(small_disk, record):  # noqa: F811
     """Row 5. A tmpfs of 8 MiB that other data fills, and leaves."""
-    import os
-
     import jax.numpy as jnp
 
     told = []
@@ -179,6 +181,41 @@ def test_full_disk_of_one_host(runs: Runs, record):
     assert code == 0 and len(told) == 1 and "starting again" not in said and seconds < 120, said
     assert runs.saved("one-full") == [8, 12, 14] and sorted(runs.losses("one-full")) == list(range(1, 15))
     record(5, "the disk of one of two hosts full, then freed", "said once with the process; the next save works")
+
+
+def test_ranks_die_while_the_disk_is_full(runs: Runs, record):
+    """Rank 1, and after the restart rank 0: the run goes on, and the copies in memory have the lines that wait."""
+    with mounted(runs.folder / "full", "size=4m") as disk:
+        small = runs.below("full")
+        command = small.train(
+            "run", *MEMORY, "checkpoint.every_steps=1000", "observe.trackers=[jsonl,tensorboard]", command=FAULTY
+        )
+        launcher = small.launch(["--processes", "2"], command, FAULT="slow", FAULT_RANK="0", FAULT_STEP="0")
+        small.wait_for_step(launcher, "run", 4)
+        fill_up(disk)
+        said = read_until(launcher, r"metrics of step \d+ could not be written \(jsonl\)")
+        folder = folder_of(launcher)
+        resumed = []
+        for rank in (1, 0):
+            before = max(copied(folder, 0))
+            for _ in waiting(launcher):
+                if min(max(copied(folder, one), default=0) for one in (0, 1)) >= before + 6:
+                    break
+            os.kill(ranks(launcher)[rank], signal.SIGKILL)
+            full = r"warning: cannot write the run directory \S+: No space left on device; going on"
+            said += read_until(launcher, "resuming from step .* memory", full, r"could not be written \(jsonl\)")
+            resumed += re.findall(r"resuming from step (\d+) \(from memory", "".join(said))[-1:]
+        logged = max(small.losses("run"))
+        assert logged < int(resumed[0]) < int(resumed[1]), "".join(said)
+        (disk / "filler").unlink()
+        code, rest = finish(launcher)
+        assert code == 0, "".join(said) + rest
+        assert list(small.losses("run")) == list(range(1, STEPS + 1))
+        assert [step for step, _ in scalars(disk / "run" / "tensorboard", "loss")] == list(range(1, STEPS + 1))
+    record(
+        5, "SIGKILL of rank 1, then of rank 0 of 2, on a full disk",
+        f"went on from steps {' and '.join(resumed)} in memory; when there was room all {STEPS} lines of metrics, once",
+    )  # fmt: skip
 
 
 def test_memory_of_many_saves(tmp_path, full, record):

@@ -179,6 +179,16 @@ def test_the_newest_intact_state_is_restored(reopened, tmp_path, on_disk, in_mem
     assert again is not None and again.step == expected, "copies that were not used are gone, the used one is not"
 
 
+@pytest.mark.parametrize("place", ["copy", "save"])
+def test_metrics_that_wait_for_room_are_kept_with_the_state(reopened, place):
+    opened = reopened()
+    getattr(opened, place)(2, filled(2), None, waiting={"jsonl": b"\xff\n", "tensorboard": b"\0"})
+    opened.wait()
+    opened.manager.close()
+    restored = reopened().restore(STATE, {})
+    assert restored is not None and restored.waiting == {"jsonl": b"\xff\n", "tensorboard": b"\0"}
+
+
 def test_rolling_back_deletes_later_copies_in_memory(reopened):
     opened = reopened()
     kept(opened, on_disk=(2,), in_memory=(4,))
