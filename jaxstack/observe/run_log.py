@@ -149,13 +149,15 @@ class RunLog:
           start: number of steps that are done.
 
         Raises:
-          JaxstackError: a file cannot be written, and the run is new or the disk is not full.
+          JaxstackError: the disk is full, and the run is new.
         """
         try:
             yield
         except OSError as error:
+            if not is_full(error):
+                raise
             failure = cannot_write(f"the run directory {self._run_dir}", error)
-            if start == 0 or not is_full(error):
+            if start == 0:
                 raise failure from None
             self.say(f"warning: {failure}; going on, with its files as they are")
 

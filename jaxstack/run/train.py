@@ -22,7 +22,7 @@ from jaxstack.data.build_shards import available_cores
 from jaxstack.data.loader import Data, open_data
 from jaxstack.data.streams import is_chat
 from jaxstack.distributed.coordination import all_true, is_first
-from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.errors import ConfigError, JaxstackError, cannot_write, is_full
 from jaxstack.evaluation import bits_per_byte, compression_baselines
 from jaxstack.files import write_file
 from jaxstack.heartbeat import doing, silence
@@ -330,14 +330,19 @@ def _write_run_files(config: RunConfig, data: Any, base: PackedModel | None, *, 
       keep: keep a configuration that is there, which has the layout of all processes.
     """
     directory = config.directory
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (keep and (directory / "config.yaml").exists()):
-        write_file(directory / "config.yaml", dump_yaml(config).encode())
-    data.tokenizer.save(directory / "tokenizer")
-    if base is not None:
-        keep_packed_base(base, directory)
-    if config.run.init_from is not None and (source := StoredModel.find(Path(config.run.init_from))) is not None:
-        copy_stop_tokens(source, directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not (keep and (directory / "config.yaml").exists()):
+            write_file(directory / "config.yaml", dump_yaml(config).encode())
+        data.tokenizer.save(directory / "tokenizer")
+        if base is not None:
+            keep_packed_base(base, directory)
+        if config.run.init_from is not None and (source := StoredModel.find(Path(config.run.init_from))) is not None:
+            copy_stop_tokens(source, directory)
+    except OSError as error:
+        if is_full(error):  # which a run that goes on waits for
+            raise
+        raise cannot_write(f"the run directory {directory}", error) from None
 
 
 def _describe_frozen(total: int, frozen: int) -> str:
