@@ -44,8 +44,8 @@ _TARGET = re.compile(r"/(own|neighbour)/(\d{1,9}of\d{1,9})/(\d{1,9})/((?:arrays/
 _BEGUN = re.compile(r"/neighbour/(\d{1,9}of\d{1,9})/(\d{1,9})")
 _HELD = re.compile(r"/neighbour/(\d{1,9}of\d{1,9})\?keep=((?:\d{1,9}(?:,\d{1,9})*)?)")
 _CHUNK_BYTES = 2**20
-_CONNECTIONS = 4
-"""Connections by which the files of a copy are sent at the same time."""
+_CONNECTIONS = 8
+"""Connections by which the files of a copy are sent at the same time; of each the holder hashes with one core."""
 _SECONDS = 60.0
 """Limit on the time in which nothing arrives at one end of a connection."""
 _GENERATIONS = 2
