@@ -40,7 +40,7 @@ def test_candidates_of_the_other_kernel_fit_the_product_and_are_few(bits, rows):
     weight = PackedWeight(*WEIGHTS[bits], (4096,), (28672,))
     request = PackedMatmulRequest(x, weight, x.dtype, Target("cuda", (9, 0)))
     found = list(fragment_tiles(request))
-    assert MEASURED[bits, 28672, 4096, 8 if rows == 1 else 16] in found and 5 < len(found) < 40
+    assert MEASURED[bits, 28672, 4096, 8 if rows == 1 else 16] in found and 5 < len(found) < 60
     assert all(fragments.tile_problem(fragments.make_plan(request, tile)) is None for tile in found)
 
 
