@@ -143,7 +143,7 @@ class Loop:
                     self.settings.on_start()
             log.show_progress(stack, start)
             evaluated = last_evaluation(self.run_dir, start) if start >= train.steps else {}
-            if self.waiting or not evaluated:
+            if not evaluated:  # otherwise what waited was written before its line
                 log.open_trackers(stack, start, self.settings.settings, self.waiting)
             if start >= train.steps:
                 more = f"{start} steps, more than train.steps={train.steps}"
@@ -154,14 +154,21 @@ class Loop:
                     return log.last_values | evaluated
             self._prepare(start)
             stack.push(self._report)
-            if self.settings.evaluate_first and start == 0:
-                self._evaluate(0)
+            if (self.settings.evaluate_first and start == 0) or self._lacks_evaluation(start):
+                self._evaluate(start)
             if start < train.steps:
                 self._steps(start)
             self._evaluate(max(start, train.steps), last=True)
             self.finished = True
         self.signs.note("end")
         return log.last_values
+
+    def _lacks_evaluation(self, start: int) -> bool:
+        """Return True if the run ended between the checkpoint that it goes on from and that step's evaluation."""
+        every = self.trainer.train.eval_every_steps
+        if self.run_dir is None or not every or not start or start % every or start >= self.trainer.train.steps:
+            return False
+        return broadcast_from_first(not last_evaluation(self.run_dir, start))
 
     def _open_checkpoints(self, stack: contextlib.ExitStack, run_dir: Path) -> RunCheckpoints:
         """Open the checkpoints in a run's directory; the context `stack` closes them."""

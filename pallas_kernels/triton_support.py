@@ -57,7 +57,9 @@ def _register_typed_call() -> None:
 def _leave_out_torch(triton_lib: Any) -> None:
     """Let Triton look for PyTorch's types now, and find none unless the program has imported PyTorch.
 
-    It looks for them once, when it first compiles a kernel, and imports PyTorch where it is installed, for seconds.
+    It looks for them once, when it first compiles a kernel, and imports PyTorch where it is installed, for seconds. A
+    program that imports PyTorch later cannot call Triton's kernels on its tensors by their types; an import in another
+    thread at this moment fails.
     """
     from triton._C.libtriton import native_specialize_impl
 

@@ -621,6 +621,23 @@ def test_metrics_that_found_no_room_until_the_end_are_written_by_the_next_start(
     assert len(lines) == 5 and "eval_loss" in lines[-1]
 
 
+def test_an_evaluation_before_which_a_run_was_ended_is_made_by_the_next_start(tmp_path):
+    def evaluated() -> dict[int, float]:
+        train = TrainConfig(steps=8, global_batch_size=16, eval_every_steps=4)
+        parts = {"optimizer": AdamW(learning_rate=0.02), "schedule": Constant(), "eval_data": HeldOut()}
+        Trainer(Network, squares, numpy_batches(ROWS, 16), train=train, **parts).fit(tmp_path, settings())
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+
+    metrics = tmp_path / "metrics.jsonl"
+    before = evaluated()
+    assert list(before) == [4, 8]
+    # As after a kill between the checkpoint of step 4 and its evaluation.
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:4]))
+    shutil.rmtree(tmp_path / "checkpoints" / "8")
+    assert evaluated() == before
+
+
 def test_a_run_that_is_longer_than_asked_for_keeps_its_step(tmp_path, capfd):
     own_trainer(steps=6, eval_data=HeldOut()).fit(tmp_path, settings())
     started = []

@@ -199,7 +199,7 @@ def _variants(
 
 
 def fragment_tiles(request: PackedMatmulRequest) -> Iterator[FragmentTile]:
-    """Return the tiles of the kernels of `fragments` whose warps occupy a fifth of all multiprocessors or more."""
+    """Return the tiles of the kernels of `fragments` that have 12 warps or more for each multiprocessor."""
     if fragments.unsupported_reason(request) is not None:
         return
     for blocks, warps, ranges in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8)):

@@ -235,7 +235,11 @@ class MemoryCheckpoints:
         return self._source[0].index.get("extra")
 
     def read_file(self, step: int, name: str) -> bytes | None:
-        """Return the content of a file that this process gave to `copy`, or one whose copy is on this node; or None."""
+        """Return the content of a file that was given to `copy`; None if there is none.
+
+        This process's copy is read first, and then all on this node, of other processes too: files of one name must be
+        equal, or be given by one process only, unless every process gives one.
+        """
         near = [copies.path(step) for copies in memory_folder.all_copies(self._folder).values()]
         for root in [self._source[0].root, *near]:
             with contextlib.suppress(manifest.Damaged, ConfigError):
@@ -428,8 +432,8 @@ class MemoryCheckpoints:
     def _write(self, step: int, shards: shard_files.Shards, index: dict[str, Any], files: Mapping[str, bytes]) -> None:
         """Write the copy, and send each file once it is written.
 
-        When all are written, or that has failed, nothing of the copy is on the devices, and it counts here. Only then
-        does this wait for the files that are still to be sent.
+        Once all are written the copy counts here, and only then does this wait for the files that are still to be sent.
+        Nothing of it is left on the devices then, nor if writing fails.
         """
         with contextlib.ExitStack() as stack:
             try:

@@ -9,7 +9,7 @@ only to a token that the processes exchange through the coordination service, an
     GET /PLACE/STEP/FILE                  read a file of a complete copy; PLACE is own/PART or neighbour/PART
     DELETE /neighbour/PART?keep=STEP,...  delete the other second copies of a part
 
-Files are hashed while they are stored, so that the check against SHA256SUMS reads none again.
+Files are hashed while they are stored, so that the check against SHA256SUMS does not read their content again.
 """
 
 import collections
@@ -45,7 +45,7 @@ _BEGUN = re.compile(r"/neighbour/(\d{1,9}of\d{1,9})/(\d{1,9})")
 _HELD = re.compile(r"/neighbour/(\d{1,9}of\d{1,9})\?keep=((?:\d{1,9}(?:,\d{1,9})*)?)")
 _CHUNK_BYTES = 2**20
 _CONNECTIONS = 8
-"""Connections by which the files of a copy are sent at the same time; of each the holder hashes with one core."""
+"""Connections by which the files of a copy are sent at the same time; the holder hashes each with one core."""
 _SECONDS = 60.0
 """Limit on the time in which nothing arrives at one end of a connection."""
 _GENERATIONS = 2
@@ -404,6 +404,9 @@ class CopyClient:
             for each in as_completed(sent):
                 each.result()
             self._send_files(target, folder, [manifest.INDEX, manifest.MANIFEST])
+        except BaseException:
+            collections.deque(_taken(waiting), maxlen=0)  # so that threads send no further file
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
             os.close(folder)

@@ -228,12 +228,12 @@ def _variants(
 def _virtual_stages(config: RunConfig, stages: int, only: Mapping[str, int]) -> list[int]:
     """Return the numbers of virtual stages to try: those asked for, or 2 and what gives no device more layers."""
     layers = config.model.num_layers
+    if VIRTUAL_STAGE_LAYERS in only and "chunks" not in only:
+        chunks = layers // (stages * max(only[VIRTUAL_STAGE_LAYERS], 1))
+        return [chunks] if chunks > 1 else []
     chosen = only.get("chunks", config.parallel.pipeline_virtual_stages or 1)
     if chosen > 1:
         return [chosen]
-    if VIRTUAL_STAGE_LAYERS in only:
-        chunks = layers // (stages * max(only[VIRTUAL_STAGE_LAYERS], 1))
-        return [chunks] if chunks > 1 else []
 
     def on_a_device(chunks: int) -> int:
         return math.ceil(layers / (stages * chunks)) * chunks

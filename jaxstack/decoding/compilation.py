@@ -26,7 +26,8 @@ _THREADS = min(4, os.cpu_count() or 1)
 def cache_events() -> collections.Counter[str]:
     """Return the numbers of `cache_hits` and `cache_misses` of JAX's persistent compilation cache since the first call.
 
-    The counter goes on counting. JAX counts as misses what it stores; programs that compile quickly are neither.
+    The counter goes on counting, for all threads of this process. JAX counts as misses what it stores: programs that
+    compile quickly are neither, nor are those of processes other than the first.
     """
     events = collections.Counter[str]()
     jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))

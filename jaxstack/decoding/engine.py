@@ -33,7 +33,7 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.schedule import Scheduler
 from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import StepShapes, chunk_shapes, decode_batch_sizes
-from jaxstack.decoding.warm_up import GradualWarmUp, WarmUp
+from jaxstack.decoding.warm_up import GradualWarmUp, WarmUp, first_kinds
 from jaxstack.errors import ConfigError, JaxstackError, memory_shortage
 from jaxstack.models.adapter_stack import AdapterMatrices
 
@@ -65,7 +65,8 @@ class Engine:
         takes no drafts.
       warm_up: "all": compile all programs now; "first": those that suffice for most requests, and the others while
         requests are answered, see `GradualWarmUp`, which needs `start`; "cached": as "first" if those are in JAX's
-        persistent compilation cache, otherwise as "all", for GPUs, on which XLA measures kernels while it compiles;
+        persistent compilation cache, otherwise as "all", for GPUs, on which XLA measures kernels while it compiles
+        (what an earlier start was ended before, or what new settings need, is then compiled beside requests);
         False: each when it is first needed.
       start: start the thread; otherwise the caller calls `step`.
 
@@ -362,7 +363,10 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compile and time all programs of the engine now, so that no request has to wait for a compilation."""
-        self._runner.warm_up(self._runner.step_kinds(self.scheduler.shapes, self.scheduler.shapes_alone))
+        kinds = self._runner.step_kinds(self.scheduler.shapes, self.scheduler.shapes_alone)
+        # Those that `GradualWarmUp` looks for in the cache come last, when the others have been stored.
+        first = first_kinds(kinds, self.scheduler.shapes)
+        self._runner.warm_up([*(kind for kind in kinds if kind not in first), *first])
         for _ in self._time_steps():
             pass
 

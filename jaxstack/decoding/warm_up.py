@@ -18,6 +18,11 @@ WarmUp: TypeAlias = Literal["all", "first", "cached", False]
 """Programs that an engine compiles before it answers."""
 
 
+def first_kinds(kinds: Sequence[StepKind], shapes: Sequence[ChunkShape]) -> list[StepKind]:
+    """Return the kinds of steps that suffice for most requests: the smallest chunks beside all slots, and all slots."""
+    return [StepKind(kinds[0].drafts, max(kind.rows for kind in kinds), shape) for shape in (shapes[0], None)]
+
+
 class GradualWarmUp:
     """Compiles first the programs that suffice for most requests, and the others between steps, in threads.
 
@@ -47,9 +52,9 @@ class GradualWarmUp:
         """True if the first programs were in JAX's persistent compilation cache."""
         kinds = runner.step_kinds(scheduler.shapes, scheduler.shapes_alone)
         smallest = scheduler.shapes[0]
-        self._slots = max(kind.rows for kind in kinds)
-        self._drafts = kinds[0].drafts
-        first = [StepKind(self._drafts, self._slots, shape) for shape in (smallest, None)]
+        first = first_kinds(kinds, scheduler.shapes)
+        self._slots = first[0].rows
+        self._drafts = first[0].drafts
         before = cache_events().copy()
         with self._compiler.compiling(), runner.starting():
             runner.run_padding(first, plain=True)

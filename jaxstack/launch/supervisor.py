@@ -421,13 +421,13 @@ def _describe_place(record: Record) -> str:
 
 
 def _print_messages(children: Sequence[Child]) -> None:
-    """Print the messages with which processes have ended, equal ones once, with the ranks unless all have the same."""
+    """Print the messages with which processes have ended: equal ones once, without ranks if all of several have it."""
     ranks: dict[str, list[str]] = {}
     for child in children:
         if text := child.messages():
             ranks.setdefault(text, []).append(str(child.rank))
     for text, found in ranks.items():
-        prefix = f"[{','.join(found)}] " if len(found) < len(children) else ""
+        prefix = f"[{','.join(found)}] " if len(found) < max(2, len(children)) else ""
         for line in text.splitlines():
             write_line(sys.__stderr__, f"{prefix}{line}\n".encode())
 

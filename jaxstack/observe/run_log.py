@@ -178,10 +178,17 @@ class RunLog:
         """
         names = self._config.trackers if self.writes else ()
         trackers = open_trackers(names, self._run_dir or ".", start, settings, self.say, waiting)
-        self._trackers: Trackers = stack.enter_context(contextlib.closing(trackers))
+        self._trackers: Trackers = trackers
+        stack.callback(self._close_trackers)
         prices = EnergyPrices(self._config.pue, self._config.price_per_gpu_hour)
         self._energy = start_energy_meter(self._run_dir if self.writes else None, prices, self.say)
         stack.callback(self._energy.close)
+
+    def _close_trackers(self) -> None:
+        try:
+            self._trackers.close()
+        except OSError as error:  # must not hide how the run ended
+            self.say(f"warning: metrics are not written: {error.filename or self._run_dir}: {error.strerror or error}")
 
     def waiting(self) -> dict[str, bytes]:
         """Return the metrics for which a full disk has no room, by tracker."""

@@ -58,14 +58,16 @@ class _WholeRecords:
         """
         self._waiting += record
         if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
         end = os.fstat(self._file.fileno()).st_size
         try:
             written = 0
             while written < len(self._waiting):
                 written += self._file.write(self._waiting[written:]) or 0
-        except OSError:
+        except OSError as error:
             self._file.truncate(end)  # no torn record
+            error.filename = str(self._path)
             raise
         self._waiting = b""
 
@@ -84,7 +86,7 @@ class _WholeRecords:
 
 
 class JsonLines:
-    """Tracker that appends one JSON object per line to a file, `{"step": ..., **values}`, without buffering.
+    """Tracker that appends one JSON object per line to a file, `{"step": ..., **values}`, at once.
 
     Every line is strict JSON: a value that is not finite becomes the string "NaN", "Infinity" or "-Infinity", which
     `float` parses. Opening a file drops its lines after `start_step`, which the run repeats, and an incomplete last
@@ -98,7 +100,6 @@ class JsonLines:
 
     def __init__(self, path: str | Path, start_step: int = 0, waiting: bytes = b""):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _drop_lines(self.path, lambda line: _is_before(line, start_step))
         first = _not_in([self.path], waiting.splitlines(keepends=True))
@@ -187,7 +188,6 @@ class TensorBoard:
         self._summary: Any = vars(summary_pb2)["Summary"]
         session: Any = vars(event_pb2)["SessionLog"]
         folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
         self._to_record = RecordWriter
         # TensorBoard reads the files in the order of their names.
         number = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_event_files)}"

@@ -3,7 +3,6 @@
 Dimensions: P prompts, G answers to each, B = P G rows of a batch, T tokens of a row.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,6 +20,7 @@ from jaxstack.data.prompts import Prompt, Prompts
 from jaxstack.data.token_rows import pack
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.distributed.coordination import all_gather_arrays
+from jaxstack.errors import is_full
 from jaxstack.files import write_json
 from jaxstack.loss import IGNORE
 from jaxstack.module_arrays.module import Dict
@@ -303,8 +303,11 @@ class Rollouts:
         counts = self._policy.counts(sampled.rewards)
         kept = np.sort(np.argsort(~counts, kind="stable")[:wanted])
         if self._folder is not None and self._process == 0:
-            with contextlib.suppress(OSError):  # a full disk, which the metrics report; only a person reads the samples
+            try:
                 write_json(self._folder / SAMPLES, {"rollout": number, "samples": sampled.shown()})
+            except OSError as error:
+                if not is_full(error):  # which the metrics report; only a person reads the samples
+                    raise
         batch, versions = self._arrange(sampled.groups(kept))
         if "computed" in batch:
             metrics["computed"] = float(batch["computed"].mean())

@@ -1,7 +1,4 @@
-"""Products of few rows whose weights each thread loads as its operands of the tensor cores: 2:4 sparsity and int4.
-
-See `triton_fragments` for the kernels.
-"""
+"""Plans and launches the kernels of `triton_fragments`: 2:4 sparse weights (1 to 64 rows) and int4 (1 to 16 rows)."""
 
 import dataclasses
 import math

@@ -36,7 +36,10 @@ from pallas_kernels.weight_only.request import PackedMatmulRequest
 
 _LEAST_CAPABILITY = (9, 0)
 _MANY_OUTPUTS = 128
-"""Outputs for each multiprocessor from which on the kernel of `fragments` is the faster one for integers of 4 bits."""
+"""Outputs for each multiprocessor from which on integers of 4 bits have the kernel of `fragments`, unless measured.
+
+It was the faster one with 28,672 outputs, and not with 6,144 or fewer.
+"""
 MOST_ROWS = 64
 """Rows that the kernel multiplies with a matrix at most."""
 
@@ -198,7 +201,7 @@ MEASURED: Mapping[tuple[int, int, int, int], Tile | FragmentTile] = {
     (16, 28672, 4096, 16): FragmentTile(1, 1),
 }
 """(bits of a stored integer, outputs, inputs, `padded_rows`) -> the fastest tile on an H200, from `benchmarks/
-packed_products.py --sweep`, which prints such lines. Bits are 4 or 8, or 16 of 2:4 sparsity.
+kernels/packed_products.py --sweep`, which prints such lines. Bits are 4 or 8, or 16 of 2:4 sparsity.
 Products that are not listed have `default_tile`. Those with FP8 and with lookup tables were not measured: they have the
 tiles of integers of as many bits, as both read the same bytes.
 """

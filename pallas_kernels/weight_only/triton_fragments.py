@@ -1,4 +1,4 @@
-"""Triton kernel of the packed matmul for few rows, each of whose threads loads its own operands of the tensor cores.
+"""Triton kernels of the packed matmul whose threads load their operands of the tensor cores from memory themselves.
 
 `tl.dot` brings its operands into the order of the tensor cores by way of shared memory, which takes longer than reading
 few-bit weights. Which inputs of a product the hardware calls the first, the second and so on is free, however, as long

@@ -155,7 +155,12 @@ def _results(
     rows = [row for row in stored if _fits(row, where)]
     if not rows:
         raise ClaimError(f"{name}: no row of {described['file']} that can be repeated has {where}.")
-    base = _results(name, listed[described["beside"]], results)[-1].row if "beside" in described else None
+    bases = _results(name, listed[described["beside"]], results, listed) if "beside" in described else []
+    if len(bases) > 1:
+        raise ClaimError(
+            f"{name}: the row beside which one is claimed is not one but {len(bases)}; give more of where."
+        )
+    base = bases[0].row if bases else None
     if other := [row for row in newest_rows(rows) if base and row["commit"] != base["commit"]]:
         raise ClaimError(
             f"{name}: the row of {file} that has {where} is of commit {other[0]['commit'][:7]}, and the one beside "

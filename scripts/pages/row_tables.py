@@ -130,8 +130,8 @@ computes; `hidden` is the share of the communication of the row without overlap 
 counts kernels that communicate themselves.
 """,
     "memory_copies": """\
-Steps of a run under the launcher without copies of its state in host memory (`interval` 0), and with them; `cost` is
-what the copies add to the mean step.
+Steps of a run under the launcher without copies of its state in host memory (`interval` 0), and with them;
+`waited s` is the time that copies held up between all of these steps, `cost` what the copies add to the mean step.
 """,
     "parallel": """\
 Whole steps in parallel layouts. `efficiency` is tokens/s per device relative to one device with as many tokens.
@@ -262,6 +262,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "relative speed": _number("relative_speed", "{:.3f}"),
     "copy GiB": _number("copy_gib", "{:.1f}"),
     "blocked s": _number("blocked_seconds", "{:.2f}"),
+    "waited s": _number("waited_seconds", "{:.1f}"),
     "cost": _number("cost", "{:.1f} %", 100),
     "rollout s": _number("rollout_seconds", "{:.2f}"),
     "train s": _number("train_seconds", "{:.2f}"),

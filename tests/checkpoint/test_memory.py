@@ -580,12 +580,28 @@ def test_files_are_sent_while_others_are_written_and_the_folder_is_renamed(folde
     assert contents(held.path(2)) == contents(copies.path(2))
 
 
-def test_a_copy_that_cannot_be_written_is_sent_no_further(folder, server, copy_of_two):
+def test_a_copy_that_cannot_be_written_is_sent_no_further(folder, server, copy_of_two, monkeypatch):
+    """Beyond the files that are being sent, one by each connection."""
+    exchange = CopyClient._exchange
+    sent: list[str] = []
+    go_on = threading.Event()
+
+    def wait_and_exchange(client, connection, method, target, file=None):
+        if method == "PUT":
+            sent.append(target)
+            assert go_on.wait(60)
+        return exchange(client, connection, method, target, file)
+
+    monkeypatch.setattr(CopyClient, "_exchange", wait_and_exchange)
     client = CopyClient(server.address, server.token)
     with pytest.raises(OSError, match="No space left"), client.sending(FIRST, copy_of_two, 2) as written:
-        written("arrays/0")
+        for _ in range(3 * neighbour._CONNECTIONS):
+            written("arrays/0")
+        while len(sent) < neighbour._CONNECTIONS:
+            time.sleep(0.001)
+        threading.Timer(0.2, go_on.set).start()
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert held_copies(folder, FIRST).steps() == []
+    assert len(sent) == neighbour._CONNECTIONS and held_copies(folder, FIRST).steps() == []
 
 
 def test_strangers_are_refused(folder, server, copy_of_two):

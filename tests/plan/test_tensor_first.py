@@ -101,6 +101,9 @@ def test_settings_that_only_a_restriction_tries():
     stages = layouts["pipeline"] * layouts["chunks"]
     assert {int(number) for number in stages[layouts["pipeline"] > 1]} == {12}
     assert layouts.schedule_in("interleaved").any() and (layouts["pipeline"] == 1).any()
+    config = load_config(None, ["model.preset=gpt2-124m", "parallel.pipeline=2", "parallel.pipeline_virtual_stages=2"])
+    layouts, _ = enumerate_layouts(config, 8, only=parse_restrictions("pipeline=2,virtual_stage_layers=1"))
+    assert set(layouts["chunks"]) == {6}  # not those of the configuration
 
 
 @pytest.mark.longer

@@ -139,7 +139,7 @@ def compress(
         decoder = load_decoder(stored, placed, step=options.step, form="master", layout_chosen=True)
     # The text and the output are opened before the work, so that a mistake in either is found at once.
     measure = None
-    if options.layout:
+    if decoder.rules.mesh.size > 1:
         report("no loss is measured on several devices; run jaxstack.evaluate on the result")
     elif tokenizer is not None:
         measure = _open_measure(config, stored, options.text, report)
