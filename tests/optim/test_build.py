@@ -156,10 +156,11 @@ def test_a_group_that_matches_nothing_is_refused():
 
 
 def every_pair():
-    """All optimizers with all schedules; in the default each of them once."""
+    """All optimizers with all schedules; each schedule in the default tests, and each optimizer in the slow ones."""
     for kind in OPTIMIZERS:
         for schedule in SCHEDULES:
-            marks = () if kind is AdamW or schedule is SCHEDULES[0] else pytest.mark.exhaustive
+            other = pytest.mark.longer if schedule is SCHEDULES[0] else pytest.mark.exhaustive
+            marks = () if kind is AdamW else other
             yield pytest.param(kind, schedule, marks=marks, id=f"{kind.__name__}-{schedule.__name__}")
 
 

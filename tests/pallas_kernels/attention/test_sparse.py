@@ -166,7 +166,8 @@ BLOCK_SPARSE = {
 }
 
 
-@pytest.mark.parametrize("backend", ["xla", *longer("xla_dense")])
+@pytest.mark.longer
+@pytest.mark.parametrize("backend", ["xla", "xla_dense"])
 @pytest.mark.parametrize("name", BLOCK_SPARSE)
 def test_block_sparse_error_at_most_twice_the_plain_version(name, backend):
     check(BLOCK_SPARSE[name], backend, attention=block_sparse_attention, plainly=plain_block_sparse)

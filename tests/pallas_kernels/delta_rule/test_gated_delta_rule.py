@@ -38,6 +38,7 @@ def outputs_and_gradients(x, ids, implementation):
     return (*found, *gradients)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
 def test_chunks_equal_the_recurrence(channels, monkeypatch):
     monkeypatch.setattr(xla, "_CHUNK", 16)

@@ -31,6 +31,7 @@ def run(x, dt, a, b, c, state, **options):
     return ssd(x, dt, a, b, c, state=state, **options)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("packed", [False, True])
 def test_chunks_equal_the_recurrence(packed):
     inputs = arrays()

@@ -156,6 +156,7 @@ def test_compiled_for_hopper_hidden_values_are_written_once():
     assert "triton_kernel_call_ffi" not in compiled(float8_mlp, MOST_EXACT_ROWS)
 
 
+@pytest.mark.longer
 def test_values_and_gradients_around_the_kernel_are_those_of_the_two_products(monkeypatch):
     monkeypatch.setattr(module, "round_swiglu", rounded_by_xla)
     x = jnp.asarray(inputs())
