@@ -142,6 +142,9 @@ def train(folder: Path, size: Size, tokens: float, limit: float) -> float:
 
     A run that exceeds `limit` seconds saves, and stops there.
     """
+    known = folder / "train_seconds"
+    if known.exists():
+        return float(known.read_text(encoding="utf-8"))
     steps = max(4, round(tokens / size.tokens_a_step))
     sources = f"data.sources=[{{path: {folder / CODE}, weight: 0.9}}, {{path: {folder / SUMS}, weight: 0.1}}]"
     config = folder / "config.yaml"
@@ -162,7 +165,9 @@ def train(folder: Path, size: Size, tokens: float, limit: float) -> float:
             process.send_signal(signal.SIGTERM)
     if process.returncode not in (0, 128 + signal.SIGTERM):
         raise SystemExit(f"training ended with {process.returncode}")
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    known.write_text(f"{seconds}\n", encoding="utf-8")
+    return seconds
 
 
 def measure(folder: Path, recipe: str, size: Size, exported: str | None) -> None:
