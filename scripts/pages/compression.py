@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from scripts.pages.page import Page, table, table_of
-from scripts.pages.rows import RESULTS, Row, read_rows
+from scripts.pages.rows import RESULTS, Row, read_all, read_rows
 
 NAMES = {"magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "rtn": "rounding", "awq": "AWQ",
          "gptq": "GPTQ"}  # fmt: skip
@@ -91,9 +91,14 @@ def decode_table() -> str:
 
 def models_table() -> str:
     """Return what each recipe makes of models that were trained on source code and sums."""
-    rows = read_rows(RESULTS / "compressed_models.jsonl")
-    if not rows:
+    path = RESULTS / "compressed_models.jsonl"
+    recipes = [row for row in read_rows(path) if row["variant"] != "bfloat16"]
+    if not recipes:
         return "Not measured yet."
+    # Each is compared with bfloat16 in its own run, which trained a model of its own.
+    bases = {row["run"]: row for row in read_all(path) if row["variant"] == "bfloat16"}
+    runs = dict.fromkeys(row["run"] for row in recipes)
+    rows = [row for run in runs for row in (bases[run], *(recipe for recipe in recipes if recipe["run"] == run))]
 
     def speeds(row: Row) -> str:
         return ", ".join(f"{value:.2f}" for value in row.get("speedup_by_rows", {}).values()) or "–"
