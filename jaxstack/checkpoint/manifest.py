@@ -34,6 +34,8 @@ _KEYS = {"format": int, "step": int, "saved_at": str, "leaves": dict, "files": d
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n\0]+)")
 _LARGEST_BYTES = 2**28
 """Largest size of an index or a manifest; a longer file is neither, and is not read into memory."""
+THREADS = min(8, os.cpu_count() or 1)
+"""Threads that read, hash or write files at the same time."""
 
 
 class Damaged(Exception):
@@ -75,12 +77,12 @@ def hash_files(root: Path, names: Iterable[str], sync: bool = False) -> dict[str
 
 
 def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Call a function for each item in up to eight threads, and return the results in the order of the items.
+    """Call a function for each item in up to `THREADS` threads, and return the results in the order of the items.
 
     Raises:
       Exception: that of the first item for which the function raises one, after the calls that have begun have ended.
     """
-    pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(max_workers=THREADS)
     try:
         return list(pool.map(function, items))
     finally:

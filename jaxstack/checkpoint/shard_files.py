@@ -11,9 +11,10 @@ shards reads its own folder; one of another layout reads the files of those fold
 import collections
 import dataclasses
 import hashlib
+import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,7 +32,10 @@ _FOLDER = "arrays"
 _HOST = "pinned_host"
 
 _PART_BYTES = 2**26
-"""Bytes of a copy on a device that a thread brings to the host at a time, and of the pinned memory that it takes."""
+"""Bytes of a copy on a device that are brought to the host in one piece."""
+_IN_FLIGHT = 1 / 8
+"""Share of a copy on the devices that is on its way to the host, or there in pinned memory, at a time. XLA begins the
+transfer of a part after all steps that are queued by then, so that with less each step would bring only a little."""
 
 Shards = dict[str, dict[str, list[Any]]]
 """Name of an array -> place of a shard -> a copy of the shard, as parts whose bytes follow one another."""
@@ -160,22 +164,58 @@ def write(
         name: {"file": f"{_FOLDER}/{number}", "places": list(pieces)}
         for number, (name, pieces) in enumerate(shards.items())
     }
+    sizes = {name: sum(part.nbytes for parts in pieces.values() for part in parts) for name, pieces in shards.items()}
+    groups = _even_groups(sizes, manifest.THREADS)
+    ahead = int(_IN_FLIGHT * sum(sizes.values()) / len(groups))
 
-    def write_array(name: str) -> tuple[str, int]:
-        parts = itertools.chain.from_iterable(shards.pop(name).values())
-        file = described[name]["file"]
-        result = _write_parts(root / file, parts)
-        written(file)
-        return result
+    def write_group(names: Sequence[str]) -> dict[str, tuple[str, int]]:
+        numbers = {name: sum(map(len, shards[name].values())) for name in names}
+        copies = itertools.chain.from_iterable(parts for name in names for parts in shards.pop(name).values())
+        on_host = _bring(copies, ahead)
+        results = {}
+        for name, number in numbers.items():
+            file = described[name]["file"]
+            results[file] = _write_parts(root / file, itertools.islice(on_host, number))
+            written(file)
+        return results
 
-    results = manifest.in_threads(write_array, described)
-    digests = {entry["file"]: digest for entry, (digest, _) in zip(described.values(), results, strict=True)}
+    results = dict(collections.ChainMap(*manifest.in_threads(write_group, groups)))
+    digests = {file: digest for file, (digest, _) in results.items()}
     for name, content in files.items():
         write_file(root / name, content, durable=False)
         written(name)
     digests |= manifest.hash_files(root, files)
     manifest.write_manifest(root, digests, {**index, SHARDS: described})
-    return sum(size for _, size in results)
+    return sum(size for _, size in results.values())
+
+
+def _even_groups(sizes: Mapping[str, int], number: int) -> list[list[str]]:
+    """Divide names among at most `number` groups of about the same size in all; at least one group."""
+    groups = [(0, [])] * min(number, len(sizes)) or [(0, [])]
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        total, names = groups[0]
+        heapq.heapreplace(groups, (total + sizes[name], [*names, name]))
+    return [names for _, names in groups]
+
+
+def _bring(parts: Iterable[Any], ahead: int) -> Iterator[Any]:
+    """Yield arrays in host memory, having begun the transfers of those that follow, of up to `ahead` bytes in all.
+
+    Those of a device come by way of pinned memory, which numpy reads in place. Where numpy asks the device itself, the
+    runtime copies to pageable memory in a callback of the CUDA driver, and those of running steps wait for it.
+    """
+    begun: collections.deque[Any] = collections.deque()
+    size = 0
+    for part in parts:
+        on_device = isinstance(part, jax.Array) and _is_in_device_memory(part)
+        begun.append(_to_host(part) if on_device else part)
+        size += part.nbytes
+        del part  # the copy on the device
+        while begun and size > ahead:
+            size -= begun[0].nbytes
+            yield begun.popleft()
+    while begun:
+        yield begun.popleft()
 
 
 def _write_parts(path: Path, parts: Iterable[Any]) -> tuple[str, int]:
@@ -184,21 +224,11 @@ def _write_parts(path: Path, parts: Iterable[Any]) -> tuple[str, int]:
     size = 0
     with open(path, "wb") as out:
         for part in parts:
-            content = _as_bytes(_on_host(part))
+            content = _as_bytes(np.asarray(part))
             digest.update(content)
             size += out.write(content)
-            del content  # so that the next part can have its pinned memory
+            del part, content  # so that the next ones can have their pinned memory
     return digest.hexdigest(), size
-
-
-def _on_host(part: Any) -> np.ndarray:
-    """Return an array whose content is in host memory.
-
-    One of a device comes by way of pinned memory, which numpy reads in place. Where numpy asks the device itself, the
-    runtime copies to pageable memory in a callback of the CUDA driver, and those of running steps wait for it.
-    """
-    on_device = isinstance(part, jax.Array) and _is_in_device_memory(part)
-    return np.asarray(_to_host(part) if on_device else part)
 
 
 def _as_bytes(array: np.ndarray) -> memoryview:

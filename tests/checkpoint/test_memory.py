@@ -1,6 +1,8 @@
 """Copies of a state in host memory: who holds whose, room, hashes, transfers, and what of them is restored."""
 
 import errno
+import hashlib
+import itertools
 import socket
 import ssl
 import subprocess
@@ -428,19 +430,33 @@ def test_copies_are_on_devices_only_when_steps_have_their_full_size_and_no_other
     assert used == [False, True]
 
 
-def test_a_part_has_left_the_host_when_the_next_one_comes(tmp_path, monkeypatch):
-    """So each thread that writes a copy needs the pinned memory of one part."""
-    earlier: list[weakref.ref[np.ndarray]] = []
+@pytest.mark.parametrize(("ahead", "most"), [(0, 1), (100, 3), (10_000, 9)])
+def test_parts_are_on_their_way_to_the_host_within_the_bytes_ahead(tmp_path, monkeypatch, ahead, most):
+    """Of 40 bytes each, of three arrays one after the other; one more may be with the thread that writes it."""
+    begun: list[weakref.ref[np.ndarray]] = []
+    counts: list[int] = []
 
-    def on_host(part: jax.Array) -> np.ndarray:
-        assert not any(array() is not None for array in earlier)
+    def to_host(part: jax.Array) -> np.ndarray:
         array = np.array(part)
-        earlier.append(weakref.ref(array))
+        begun.append(weakref.ref(array))
+        counts.append(sum(found() is not None for found in begun))
         return array
 
-    monkeypatch.setattr(shard_files, "_on_host", on_host)
-    assert shard_files._write_parts(tmp_path / "w", [np.arange(3), np.arange(4), np.arange(5)])[1] == 12 * 8
-    assert len(earlier) == 3
+    monkeypatch.setattr(shard_files, "_to_host", to_host)
+    parts = shard_files._bring([jnp.arange(10.0) + 10 * number for number in range(9)], ahead)
+    for name in range(3):
+        digest, size = shard_files._write_parts(tmp_path / str(name), itertools.islice(parts, 3))
+        content = np.arange(30 * name, 30 * name + 30, dtype=np.float32).tobytes()
+        assert (tmp_path / str(name)).read_bytes() == content
+        assert (digest, size) == (hashlib.sha256(content).hexdigest(), 120)
+    assert max(counts) == most
+    assert next(parts, None) is None and not any(array() is not None for array in begun)
+
+
+def test_threads_have_about_as_many_bytes_to_write():
+    groups = shard_files._even_groups({"a": 5, "b": 4, "c": 3, "d": 3, "e": 0}, 2)
+    assert sorted(sorted(group) for group in groups) == [["a", "d"], ["b", "c", "e"]]
+    assert shard_files._even_groups({"a": 1}, 8) == [["a"]] and shard_files._even_groups({}, 8) == [[]]
 
 
 def test_without_the_launcher_the_key_is_refused(tmp_path, monkeypatch):
