@@ -80,7 +80,8 @@ def engine() -> str:
     rows = [row for row in rows if row["run"] == newest[row["work"]] or "throughput" in row["work"]]
     for row in rows:
         ratios = (("times_sequential", "{:.1f}x one at a time"), ("times_alone", "{:.2f}x alone"),
-                  ("times_without", "{:.2f}x without"),
+                  ("times_without", "{:.2f}x without"), ("first_answer_seconds", "first answer after {:.1f} s"),
+                  ("all_programs_seconds", "all programs after {:.1f} s"),
                   ("share_of_optimum", "{:.1%} of the optimum in bfloat16"))  # fmt: skip
         compared = ", ".join(form.format(row[name]) for name, form in ratios if name in row)
         speed = row.get("tokens_per_second_per_device")
