@@ -115,7 +115,7 @@ class _Size:
         self._lost = 0.0
         """Seconds that trials have lost."""
         self._newest_loss = 0.0
-        """Those of the newest trial; the next one is expected to lose as many."""
+        """Seconds that the newest trial has lost; the next one is expected to lose as many."""
 
     @property
     def wants(self) -> bool:

@@ -64,7 +64,7 @@ class GradualWarmUp:
         self._changed = {*first}
         """Kinds of steps that requests with constraints and the like need and that are not compiled yet."""
         self._adapted = {kind for kind in kinds if kind.adapted}
-        """Those that requests with adapters need."""
+        """Kinds of steps that requests with adapters need."""
         scheduler.may_start = self._may_start
         scheduler.has_compiled = self._has_compiled
         scheduler.may_draft = self._drafts

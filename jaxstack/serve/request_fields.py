@@ -13,7 +13,7 @@ IGNORED = ("user", "store", "metadata", "service_tier", "safety_identifier", "pr
 
 
 class Truncation(NamedTuple):
-    """How a prompt that is too long is cut."""
+    """Limit on the tokens of a prompt, and the side at which a longer one loses some."""
 
     most: int
     """Most tokens of the prompt."""

@@ -70,6 +70,18 @@ class CompressOptions:
     from_disk: bool = False
     layout: Sequence[str] = ()
 
+    def check(self) -> None:
+        """Raise ConfigError if these options do not go together, or `layout` has axes that are not for compression."""
+        if self.from_disk and self.text.paths:
+            raise ConfigError("--data measures losses with the whole model in memory; leave it out with --from-disk.")
+        if other := [word for word in self.layout if word.partition("=")[0] not in _AXES]:
+            raise ConfigError(f"models are compressed with {', '.join(_AXES)} only; leave out {' '.join(other)}.")
+        if self.layout and self.text.paths:
+            raise ConfigError(
+                f"--data measures losses on one device; leave it out with {' '.join(self.layout)}, and run "
+                "jaxstack.evaluate on the result, which takes parallel.data and parallel.tensor."
+            )
+
 
 def compress(
     directory: str | Path,
@@ -99,15 +111,7 @@ def compress(
     directory = Path(directory)
     output = Path(output)
     options = options or CompressOptions()
-    if options.from_disk and options.text.paths:
-        raise ConfigError("--data measures losses with the whole model in memory; leave it out with --from-disk.")
-    if other := [word for word in options.layout if word.partition("=")[0] not in _AXES]:
-        raise ConfigError(f"models are compressed with {', '.join(_AXES)} only; leave out {' '.join(other)}.")
-    if options.layout and options.text.paths:
-        raise ConfigError(
-            f"--data measures losses on one device; leave it out with {' '.join(options.layout)}, and run "
-            "jaxstack.evaluate on the result, which takes parallel.data and parallel.tensor."
-        )
+    options.check()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     stored = StoredModel.open(directory, report)
     source = run_config(stored)
