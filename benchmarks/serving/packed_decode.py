@@ -1,28 +1,23 @@
 """Decoding of a whole model with packed weights: time of a step beside bfloat16, and the bound that its bytes set.
 
-    python benchmarks/serving/packed_decode.py                       # llama3-8b, 1 to 16 rows; one GPU with 40 GB
+    python benchmarks/serving/packed_decode.py                       # llama3-8b, 1 to 64 rows; one GPU with 40 GB
     python benchmarks/serving/packed_decode.py --preset llama3-1b --batch 1 --variants bf16 int4
     python benchmarks/serving/packed_decode.py --batch 1 --prompt 512 2048 8192 --variants bf16 fp8-dynamic   # prefill
     python benchmarks/serving/packed_decode.py --tiny                # tiny sizes; rows go to tiny/
 
-Weights are random. Greedy, by `Decoder.generate`, host and all; the fastest of three calls counts. Variants:
+Greedy, by `Decoder.generate`, host and all; the fastest of three calls counts. Variants:
 
-    bf16             every weight in the compute dtype
-    int8             every matrix in 8 bits with a scale for each output, the head too
-    int8, bf16 head  the same with the head in the compute dtype
-    int4             layers in 4 bits with a scale for each 128 inputs, the head in 8 bits
-    int4, bf16 head  the same with the head in the compute dtype
-    fp8              layers in FP8 with a scale for each output, the head in the compute dtype
-    fp8-dynamic      the same; products of many rows round their inputs to FP8 too
-    2of4             layers with 2:4 sparsity in the compute dtype, without their zeros; the head in the compute dtype
+    bf16    every weight in the compute dtype
+    int4    layers in 4 bits with a scale for each 128 inputs, the head in 8 bits
+    others  the recipe of that name: random weights, rounded to the nearest values of its formats
 
-A step reads all weights but the input embedding, and the filled part of the cache. `bound` is the bytes of bf16 divided
-by those of the variant: the speedup at equal bandwidth. The prefill is the time to the first token of each text. The
-head of a tied model is never packed here. Rows are appended to benchmarks/results/packed_decode.jsonl.
+Matrices of one shape have the same values, which changes no time. A step reads all weights but the input embedding, and
+the filled part of the cache. `bound` is the bytes of bf16 divided by those of the variant: the speedup at equal
+bandwidth. The prefill is the time to the first token of each text. The head of a tied model is never packed here. Rows
+are appended to benchmarks/results/packed_decode.jsonl.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import math
@@ -39,11 +34,12 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.arguments import positive
-from benchmarks.kernels.packed_tiles import random_two_of_four
+from benchmarks.packed_base import random_weights
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from benchmarks.serving.generate import VOCABULARY, bandwidth, measure
 from jaxstack.checkpoint.compressed import named_leaves
-from jaxstack.compress.matrix import MatrixLayout, compressible_weights
+from jaxstack.compress.config import Recipe, load_recipe
+from jaxstack.compress.formats.integer_grid import Rtn
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.distributed.device_setup import cache_compilations
 from jaxstack.models import ModelConfig, Transformer
@@ -53,50 +49,24 @@ from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.parameter_paths import nest
 from jaxstack.run.setting import decoding_layout
 from jaxstack.run_config import RunConfig, load_config
-from pallas_kernels import Grid, PackedWeight, record_choices
-from pallas_kernels.weight_only.formats import Float8Format, RoundedInputFloat8Format, TwoOfFourFormat
-from pallas_kernels.weight_only.packed import pack_float8, pack_integers
+from pallas_kernels import PackedWeight, record_choices
 
 SCRIPT = "packed_decode"
 COLUMNS = ("work", "variant", "milliseconds", "speedup", "bound", "gigabytes_per_second", "share",
            "prefill_milliseconds", "prefill_speedup", "backends")  # fmt: skip
-Packing = Grid | Float8Format | TwoOfFourFormat
-"""Grid of integers, FP8 with or without rounded inputs, or 2:4 sparsity."""
-INT8 = Grid(8)
-INT4 = Grid(4, 128)
-VARIANTS: Mapping[str, tuple[Packing | None, Packing | None]] = {
-    "bf16": (None, None),
-    "int8": (INT8, INT8),
-    "int8, bf16 head": (INT8, None),
-    "int4": (INT4, INT8),
-    "int4, bf16 head": (INT4, None),
-    "fp8": (Float8Format(), None),
-    "fp8-dynamic": (RoundedInputFloat8Format(), None),
-    "2of4": (TwoOfFourFormat(), None),
-}
-"""Name -> how the layers and the head are packed; None: the compute dtype."""
+RECIPE_OF: Mapping[str, Recipe | str | None] = {
+    "bf16": None,
+    "int8": "int8",
+    "int4": Recipe(
+        layers=(Rtn(path="^decoder/", bits=4, group_size=128), Rtn(path=".*", bits=8))
+    ),
+    **{name: name for name in ("w8a8", "int4-gptq", "fp8", "fp8-dynamic", "bfp8", "nf4", "mxfp4", "2of4", "cluster3",
+                               "bct", "lowrank")},
+}  # fmt: skip
+"""Name -> recipe of the weights; None: none is packed."""
 TINY = {"vocab_size": 512, "hidden_size": 128, "num_layers": 2, "num_heads": 2, "intermediate_size": 256}
 
 Row = dict[str, Any]
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def random_weight(key: jax.Array, packing: Packing, layout: MatrixLayout) -> PackedWeight:
-    """Return a packed weight whose outputs are about as large as its inputs."""
-    outputs, inputs = layout.size
-    if isinstance(packing, TwoOfFourFormat):
-        weight = random_two_of_four(key, outputs, inputs)
-        scaled = {**weight.arrays, "values": weight.arrays["values"] / math.sqrt(inputs / 2)}
-        return dataclasses.replace(weight, arrays=scaled).with_dims(*layout.dims)
-    if isinstance(packing, Float8Format):
-        numbers = 64 * jax.random.normal(key, (outputs, inputs), jnp.bfloat16)
-        scales = jnp.full((outputs, 1), 1 / (64 * math.sqrt(inputs)), jnp.bfloat16)
-        rounds = isinstance(packing, RoundedInputFloat8Format)
-        return pack_float8(numbers, scales, round_inputs=rounds).with_dims(*layout.dims)
-    low, high = packing.limits
-    q = jax.random.randint(key, (outputs, inputs), low, high + 1, jnp.int8)
-    scales = jnp.full((outputs, packing.groups(inputs)), math.sqrt(3 / inputs) / high, jnp.bfloat16)
-    return pack_integers(packing, q, scales).with_dims(*layout.dims)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -105,22 +75,19 @@ def random_array(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DType
     return jnp.ones(shape, dtype) if len(shape) < 2 else jax.random.normal(key, shape, dtype) / math.sqrt(shape[0])
 
 
-def make_decoder(config: RunConfig, model: ModelConfig, layers: Packing | None, head: Packing | None) -> Decoder:
+def make_decoder(config: RunConfig, model: ModelConfig, recipe: Recipe | str | None) -> Decoder:
     """Return a model with random weights on one device; no plain weight is made of a packed one."""
     mesh = make_mesh(decoding_layout(config, 1, chosen=False), jax.devices()[:1])
     rules = make_rules(mesh)
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
     module = ModuleArrays(lambda rngs: Transformer(model, rngs, dtype=dtype))
-    layouts = compressible_weights(model)
-    kernels = {path for path, layout in layouts.items() if path.startswith("decoder/") and not layout.stack}
+    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    packed = {} if recipe is None else random_weights(model, recipe)
+    packed = {path: weight.with_numbers(dtype) for path, weight in packed.items() if path != "embedding/table"}
     leaves = dict[str, Any]()
     for number, (path, leaf) in enumerate(named_leaves(module.abstract_params).items()):
-        packing = head if path == "head" else layers if path in kernels else None
-        key = jax.random.key(number)
-        if packing is not None:
-            leaves[path] = random_weight(key, packing, layouts[path])
-        else:
-            leaves[path] = random_array(key, leaf.shape, dtype if leaf.ndim > 1 else leaf.dtype)
+        shape, form = leaf.shape, dtype if leaf.ndim > 1 else leaf.dtype
+        leaves[path] = packed.pop(path) if path in packed else random_array(jax.random.key(number), shape, form)
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
     decoder = Decoder(module, nest(leaves.items()), non_params, rules)
     leaves.clear()  # The decoder frees those that it joins.
@@ -145,7 +112,7 @@ def step_bytes(decoder: Decoder, batch: int, tokens: int) -> dict[str, int]:
 
 def measure_variant(variant: str, config: RunConfig, model: ModelConfig, args: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for each number of texts and length of prompts as soon as it is measured."""
-    decoder = make_decoder(config, model, *VARIANTS[variant])
+    decoder = make_decoder(config, model, RECIPE_OF[variant])
     for batch, prompt in itertools.product(args.batch, args.prompt):
         with record_choices() as choices:
             first, further = measure(decoder, batch, prompt, args.tokens)
@@ -177,12 +144,12 @@ def main() -> int:
     """Measure the variants, and append their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="llama3-8b", help="shape of the model (default: %(default)s)")
-    parser.add_argument("--batch", type=positive(int), nargs="+", default=[1, 4, 16], metavar="N", help="rows")
+    parser.add_argument("--batch", type=positive(int), nargs="+", default=[1, 16, 64], metavar="N", help="rows")
     parser.add_argument(
         "--prompt", type=positive(int), nargs="+", default=[512], metavar="N", help="tokens of each prompt"
     )
     parser.add_argument("--tokens", type=positive(int), default=128, metavar="N", help="tokens to generate")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="NAME")
+    parser.add_argument("--variants", nargs="+", default=list(RECIPE_OF), choices=RECIPE_OF, metavar="NAME")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; rows go to tiny/")
     args = parser.parse_args()
     script = SCRATCH + SCRIPT if args.tiny else SCRIPT
