@@ -513,8 +513,8 @@ class Engine:
         else:
             added, reason, error = until_end_of_constraint(request, request.constraint, tokens)
         request.append(added, scores)
-        self.stats.generated_tokens += len(added)
         used = len(added) + (request.stop_token is not None)
+        self.stats.generated_tokens += used
         if reason is not None:
             self._finish(request, reason, error)
         else:

@@ -67,9 +67,14 @@ class AdapterLoader:
                 "this server loads no adapters for requests; start it with server.adapter_folder=DIR and "
                 "engine.adapters=N."
             )
-        path = (self._folder / directory).resolve()
-        if not path.is_relative_to(self._folder) or not path.is_dir():
-            raise ConfigError(f"lora_path must be a directory below server.adapter_folder; found {directory!r}.")
+        wrong = ConfigError(f"lora_path must be a directory below server.adapter_folder; found {directory[:200]!r}.")
+        try:
+            path = (self._folder / directory).resolve()
+            below = path.is_relative_to(self._folder) and path.is_dir()
+        except (OSError, ValueError):  # too long, with a null character, or not to be searched
+            raise wrong from None
+        if not below:
+            raise wrong
         self._engine.load_adapter(name, self._read(path))
 
 

@@ -78,7 +78,7 @@ class TextAnswer:
         self._spoken = 0
         self._speaks = False
         self.tokens = 0
-        """Number of tokens up to the end of the answer."""
+        """Number of tokens up to the end of the answer, without a stop token."""
         self.reasoning_tokens = 0
         """Number of tokens up to the end of the reasoning."""
         self.finish_reason: str | None = None
@@ -93,6 +93,11 @@ class TextAnswer:
     def scores(self) -> Sequence[TokenScore]:
         """Scores of the tokens that `take` has returned, without those that the engine generated after a stop text."""
         return self.request.scores[: self._scored]
+
+    @property
+    def generated(self) -> int:
+        """Number of tokens up to the end of the answer, with the stop token that ended it, as vLLM counts them."""
+        return self.tokens + (not self._echo_only and self.stop_text is None and self.request.stop_token is not None)
 
     @property
     def stop_text(self) -> str | None:
@@ -259,7 +264,7 @@ class Answers:
                     yield index, part
                 if answer.ended:
                     left.discard(index)
-        self._metrics.observe_longest(max(answer.tokens for answer in self.answers))
+        self._metrics.observe_longest(max(answer.generated for answer in self.answers))
 
     async def collect(self) -> list[Part]:
         """Return the whole of each answer, once all have ended.
@@ -293,7 +298,7 @@ class Answers:
             self._metrics.observe(answer.request, answer.tokens - before, self._newest[index], newest)
             self._newest[index] = newest
         if answer.ended:
-            self._metrics.observe_end(answer.request, answer.tokens, now)
+            self._metrics.observe_end(answer.request, answer.generated, now)
         return part
 
     def _notify(self) -> None:
@@ -365,7 +370,7 @@ def usage_of(answers: Answers, samples: int) -> dict[str, Any]:
     """Return the token counts of a response (OpenAI's `usage`); a prompt with several samples counts once."""
     prompts = [answer.request for answer in answers.answers[::samples]]
     prompt = sum(len(request.prompt) for request in prompts)
-    completion = sum(answer.tokens for answer in answers.answers)
+    completion = sum(answer.generated for answer in answers.answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

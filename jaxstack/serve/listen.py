@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -98,6 +99,15 @@ def uvicorn_settings(server: Application) -> uvicorn.Config:
         def on_response_complete(self) -> None:
             super().on_response_complete()
             self._await_request()
+
+        def send_400_response(self, msg: str) -> None:
+            """Refuse what is no HTTP, unless the request whose body it should be has its answer; it gets no other."""
+            if self.cycle is not None:
+                self.cycle.disconnected = True
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            else:
+                self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)

@@ -244,6 +244,8 @@ def test_adapters_are_models_of_the_server(tmp_path):
             ("load", load | {"lora_name": "tiny"}, 400, "is the name of the model"),
             ("load", load | {"lora_path": str(tmp_path)}, 400, "a directory below server.adapter_folder"),
             ("load", load | {"lora_path": "../adapters/c"}, 400, "a directory below server.adapter_folder"),
+            ("load", load | {"lora_path": "c\0"}, 400, "a directory below server.adapter_folder"),
+            ("load", load | {"lora_path": "c" * 300}, 400, "a directory below server.adapter_folder"),
             ("unload", {"lora_name": "third"}, 404, "this server has 'tiny' and 'first' and 'second'"),
         ):
             found, answer, _ = ask(port, f"/v1/{path}_lora_adapter", body)

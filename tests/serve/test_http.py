@@ -337,6 +337,7 @@ def test_a_stop_text_ends_the_answer_and_frees_the_pages(client, engine):
     assert (by_token.choices[0].finish_reason, by_token.choices[0].stop_reason) == ("stop", 65)
     of_model = client.completions.create(model="tiny", prompt="x", temperature=0, logit_bias={"256": 100})
     assert (of_model.choices[0].finish_reason, of_model.choices[0].stop_reason) == ("stop", None)
+    assert (by_token.usage.completion_tokens, of_model.usage.completion_tokens) == (1, 1), "the stop tokens, as in vLLM"
     alone = client.completions.create(
         model="tiny", prompt="x", max_tokens=0, echo=True, temperature=0, extra_body=fields
     )
@@ -610,6 +611,20 @@ def test_heads_that_do_not_arrive_in_time_free_their_connections():
     assert answers.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answers and b"receive_timeout" in answers
     assert time.monotonic() - began < 10 and not server.server_state.connections
     server.should_exit = True
+
+
+def test_a_body_that_is_no_http_ends_its_connection_without_a_traceback(caplog):
+    """Before the request has an answer, and after: one of another type gets it before its body."""
+    server, port = listen(Echo())
+    for kind, begun, status in (("json", False, b"400"), ("json", True, b"400"), ("csv", True, b"415")):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            head = f"POST {COMPLETE} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/{kind}\r\n"
+            connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + b"2\r\n{}\r\n" * begun)
+            answer = connection.recv(12) if status == b"415" else b""
+            connection.sendall(b"no length\r\n")
+            assert (answer + connection.makefile("rb").read()).startswith(b"HTTP/1.1 " + status)
+    server.should_exit = True
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.longer

@@ -365,7 +365,8 @@ def test_each_answer_is_that_of_its_prompt(make_engine, asked, config, draft, or
             assert found == wanted
             assert handles[number].finish_reason == ("length" if len(wanted) == count else "stop")
     assert engine.pool.used == 0 and engine.running == engine.waiting == 0
-    assert engine.stats.generated_tokens == sum(handle.count for handle in handles.values())
+    ends = sum(handle.stop_token is not None for handle in handles.values())
+    assert engine.stats.generated_tokens == sum(handle.count for handle in handles.values()) + ends
 
 
 def run(engine: Engine, prompt: list[int]) -> tuple[int, int]:
