@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.target import current_target
 from pallas_kernels.weight_only import triton, xla
-from pallas_kernels.weight_only.formats import RoundedInputFloat8Format
+from pallas_kernels.weight_only.formats import RoundedInputFloat8Format, RoundedInputFormat
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
 
@@ -61,12 +61,13 @@ def packed_matmul(
 
 
 def most_kernel_rows(weight: PackedWeight) -> int | None:
-    """Return the largest number of rows that the Triton kernel multiplies with a weight; None: it reads another format.
+    """Return the largest number of rows that the Triton kernel multiplies with a part of a weight; None: with no part.
 
     On several devices, products of so few rows are best called inside `jax.shard_map`, for each device's part of the
-    weight: XLA cannot partition the kernel.
+    weight: XLA cannot partition the kernel. W8A8 rounds the inputs with one scale for all parts, so it has no parts.
     """
-    return None if triton.unsupported_format(weight) else triton.most_rows(weight)
+    has_parts = not isinstance(weight.format, RoundedInputFormat) and triton.unsupported_format(weight) is None
+    return triton.most_rows(weight) if has_parts else None
 
 
 def many_row_options(

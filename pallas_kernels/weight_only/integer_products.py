@@ -8,7 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int8, Int32
 
 from pallas_kernels.weight_only.rounding_grid import Grid
 
@@ -87,7 +87,13 @@ def scaled_product(
       scales, w_scales: float32, broadcastable to the shape of the product.
       dimension_numbers: as in `jax.lax.dot_general`.
     """
-    sums = jax.lax.dot_general(q, w, dimension_numbers, preferred_element_type=jnp.int32)
+    return scale_sums(jax.lax.dot_general(q, w, dimension_numbers, preferred_element_type=jnp.int32), scales, w_scales)
+
+
+def scale_sums(
+    sums: Int32[Array, "..."], scales: Float[Array, "..."], w_scales: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """Scale int32 sums in float32, by token and then by output: always in this order, for the same bits."""
     return sums.astype(jnp.float32) * scales * w_scales
 
 

@@ -3,7 +3,8 @@
 At few rows the product is limited by reading the weight. XLA's matmuls spend more time on the conversion of integers
 than on reading them, mostly with scales of groups; these kernels convert two integers with each instruction and apply
 the scale of a group to a partial sum. Values of a lookup table XLA writes to memory before its matmul; these kernels
-look them up in registers. There are two kinds: those of `triton_kernel` use `tl.dot` and read all formats but 2:4
+look them up in registers. With W8A8 the activations are integers of 8 bits too, and sums are int32, which are those of
+XLA's products bit by bit. There are two kinds: those of `triton_kernel` use `tl.dot` and read all formats but 2:4
 sparsity; those of `fragments` are for it, and for few rows with integers of 4 bits. In the first kind, with
 integers or indices of up to 4 bits, each byte holds two neighbours, which are not put back into the order of the row:
 the low halves are multiplied by the activations with even positions, the high halves by those with odd ones.
@@ -31,6 +32,7 @@ from pallas_kernels.weight_only.formats import (
     TwoOfFourFormat,
 )
 from pallas_kernels.weight_only.fragments import FragmentTile
+from pallas_kernels.weight_only.integer_products import quantize_tokens, scale_sums
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import PackedMatmulRequest
 
@@ -89,6 +91,7 @@ class ProductPlan:
         exponent_size: inputs that share an exponent; 0: there are none.
         tiles: tiles of `rows` rows, each multiplied with one of several matrices; 0: there is one matrix.
         float8: True for FP8.
+        rounded: True for W8A8: the activations are integers of 8 bits too, and sums are int32.
     """
 
     rows: int
@@ -103,6 +106,7 @@ class ProductPlan:
     exponent_size: int = 0
     tiles: int = 0
     float8: bool = False
+    rounded: bool = False
 
     @property
     def all_rows(self) -> int:
@@ -280,6 +284,7 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None, tiles: int
         exponent_size=inputs // weight.arrays["exponents"].shape[-1] if "exponents" in weight.arrays else 0,
         tiles=tiles,
         float8=isinstance(weight.format, Float8Format),
+        rounded=isinstance(weight.format, RoundedInputFormat),
     )
     if tile is not None or not isinstance(measured := _measured_tile(request), Tile):
         return plan
@@ -364,6 +369,10 @@ def _launch(request: PackedMatmulRequest, tile: Tile | None, groups: jax.Array |
         constants = constants.astype(x.dtype)  # The kernel rounds smaller tables itself.
     major, minor = request.target.compute_capability or (0, 0)
     shape = (plan.all_rows, plan.outputs)
+    sums, x_scales = jnp.float32, None
+    if plan.rounded:
+        sums = out_dtype = jnp.int32
+        x, x_scales = quantize_tokens(x)
     y = triton_call(
         x,
         stored,
@@ -371,7 +380,7 @@ def _launch(request: PackedMatmulRequest, tile: Tile | None, groups: jax.Array |
         weight.arrays.get("exponents", constants),
         constants if groups is None else groups,
         kernel=product_kernel if plan.slices == 1 else sliced_product_kernel,
-        out_shape=jax.ShapeDtypeStruct(*((shape, out_dtype) if ranges == 1 else ((ranges, *shape), jnp.float32))),
+        out_shape=jax.ShapeDtypeStruct(*((shape, out_dtype) if ranges == 1 else ((ranges, *shape), sums))),
         grid=(plan.outputs // plan.tile.block_out, ranges, max(1, plan.tiles)),
         name="packed_matmul",
         num_warps=plan.tile.warps,
@@ -379,7 +388,10 @@ def _launch(request: PackedMatmulRequest, tile: Tile | None, groups: jax.Array |
         compute_capability=10 * major + minor,
         plan=plan,
     )
-    return y if ranges == 1 else jnp.sum(y, 0).astype(out_dtype)
+    y = y if ranges == 1 else jnp.sum(y, 0).astype(out_dtype)
+    if x_scales is None:
+        return y
+    return scale_sums(y, x_scales, constants[:, 0].astype(jnp.float32)).astype(request.out_dtype)
 
 
 def _product_forward(
@@ -448,8 +460,6 @@ def unsupported_format(weight: PackedWeight) -> str | None:
     """Return why the Triton kernel cannot read a packed weight, whatever its shape, or None if it can."""
     if not isinstance(weight.format, (IntegerFormat, LookupFormat, Float8Format, TwoOfFourFormat)):
         return f"reads integers and FP8 with scales, lookup tables and 2:4 sparsity; the weight is {weight.format}"
-    if isinstance(weight.format, RoundedInputFormat):
-        return "multiplies activations as they are; the weight asks for inputs rounded to int8"
     if "zeros" in weight.arrays:
         return "reads integers without zero points; the weight has some"
     if isinstance(weight.format, LookupFormat) and "scales" in weight.arrays:

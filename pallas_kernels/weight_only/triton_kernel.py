@@ -94,9 +94,11 @@ def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
 def _convert(stored, half: tl.constexpr, table, power, plan: tl.constexpr, like):
     """Return the values of stored bytes, or of their halves as in `_widen`; those of indices are in the table.
 
-    With `plan.exponent_size` they are multiplied by `power`.
+    With `plan.exponent_size` they are multiplied by `power`. With `plan.rounded` they stay as they are.
     """
-    if plan.exponent_size > 0:
+    if plan.rounded:
+        return stored
+    elif plan.exponent_size > 0:
         return look_up(stored, half, table, plan, like) * power
     elif plan.entries > 0:
         return look_up(stored, half, table, plan, like)
@@ -109,18 +111,19 @@ def _load_activations(x, place, valid, plan: tl.constexpr):
     """Return the activations for integers in the low and in the high 4 bits of bytes; for 8 bits twice the same."""
     dtype: tl.constexpr = x.dtype.element_ty
     if plan.halves == 1:
-        both = tl.load(x + place, valid, 0.0)
+        both = tl.load(x + place, valid, 0)
         return both, both
-    pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + place, valid, 0)
-    low = (pairs & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-    return low, (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + place, valid, 0)
+        low = (pairs & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+        return low, (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
 def _add_bytes(total, stored, low, high, table, power, plan: tl.constexpr, like):
     """Add the products of stored bytes, or of both of their halves, with the activations to a sum."""
     if plan.halves == 1:
-        return tl.dot(_convert(stored, 0, table, power, plan, like), low, total)
+        return tl.dot(_convert(stored, 0, table, power, plan, like), low, total, out_dtype=total.dtype)
     else:
         total = tl.dot(_convert(stored, 1, table, power, plan, like), low, total)
         return tl.dot(_convert(stored, 2, table, power, plan, like), high, total)
@@ -160,8 +163,9 @@ def product_kernel(x, q, constants, exponents, groups, out, plan: tl.constexpr):
     The program ids are the block and the range. `q` holds the bytes of the matrix, [out, in / halves]. `constants` are
     the scales of numbers, [out / scale_rows, groups], or the tables [tables, entries] of indices. `exponents`
     [out, in / exponent_size] are read if `exponent_size` is not 0. `out` is [rows, out] if there is one range,
-    otherwise float32 [ranges, rows, out]. A tile of the matrix is the left operand of a tensor core, which has at least
-    16 rows, and the activations are the right one, which has at least 8 columns.
+    otherwise float32 [ranges, rows, out]. With `rounded` x holds integers of 8 bits too, and `out` their int32 sums,
+    without scales. A tile of the matrix is the left operand of a tensor core, which has at least 16 rows, and the
+    activations are the right one, which has at least 8 columns.
 
     With `tiles` there is a third program id, the tile of `rows` rows of x [tiles * rows, in], and `groups` [tiles] has
     the number of its matrix in q [matrices, out, in / halves] and the other arrays, or -1, for which the result is 0.
@@ -176,10 +180,11 @@ def product_kernel(x, q, constants, exponents, groups, out, plan: tl.constexpr):
     output = block * block_out + tl.arange(0, block_out)
     row = tl.arange(0, padded_rows)
     column = tl.arange(0, width)
+    sums: tl.constexpr = tl.int32 if plan.rounded else tl.float32
     row_valid = (row < plan.rows)[None]
     here = q + output.to(tl.int64)[:, None] * stride + column
     first = part * plan.steps
-    total = tl.zeros([block_out, padded_rows], tl.float32)
+    total = tl.zeros([block_out, padded_rows], sums)
     table = 0
     if plan.entries > 0:
         table = load_table(constants, block, plan, x)
@@ -205,7 +210,7 @@ def product_kernel(x, q, constants, exponents, groups, out, plan: tl.constexpr):
             scale = tl.load(scale_of + group).to(tl.float32)
         else:
             total = partial
-    if plan.groups == 1 and plan.entries == 0:
+    if plan.groups == 1 and plan.entries == 0 and not plan.rounded:
         total *= scale[:, None]
     target = out + (part * plan.all_rows + row)[None] * plan.outputs + output[:, None]
     tl.store(target, total.to(out.dtype.element_ty), row_valid)
@@ -229,11 +234,12 @@ def sliced_product_kernel(x, q, constants, exponents, groups, out, plan: tl.cons
     output = block * block_out + tl.arange(0, block_out)
     row = tl.arange(0, padded_rows)
     column = tl.arange(0, width)
+    sums: tl.constexpr = tl.int32 if plan.rounded else tl.float32
     row_valid = row < plan.rows
     first = part * slices * plan.steps + tl.arange(0, slices)
     here = q + output.to(tl.int64)[None, :, None] * stride + (first[:, None] * width + column)[:, None, :]
     beside = row[None, None] * stride + (first[:, None] * width + column)[:, :, None]
-    total = tl.zeros([slices, block_out, padded_rows], tl.float32)
+    total = tl.zeros([slices, block_out, padded_rows], sums)
     table = 0
     if plan.entries > 0:
         table = load_table(constants, block, plan, x)
@@ -258,7 +264,7 @@ def sliced_product_kernel(x, q, constants, exponents, groups, out, plan: tl.cons
         else:
             total = partial
     result = tl.sum(total, 0)
-    if plan.groups == 1 and plan.entries == 0:
+    if plan.groups == 1 and plan.entries == 0 and not plan.rounded:
         result *= tl.load(constants + output // plan.scale_rows).to(tl.float32)[:, None]
     target = out + (part * plan.all_rows + row)[None] * plan.outputs + output[:, None]
     tl.store(target, result.to(out.dtype.element_ty), row_valid[None])

@@ -438,6 +438,18 @@ def test_products_with_packed_weights(kind, rows):
     assert relative(found, jnp.matmul(x.astype(jnp.float32), weight.dense(), precision="highest")) < 0.005
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(768, 1024), (17408, 1024), (1024, 14336)])
+@pytest.mark.parametrize("rows", [1, 5, 16, 64])
+def test_products_of_integers_have_the_bits_of_xla(rows, outputs, inputs):
+    x = jax.random.normal(jax.random.key(0), (rows, inputs), jnp.bfloat16)
+    weight = pack_nearest(Grid(8), jax.random.normal(jax.random.key(1), (outputs, inputs)), round_inputs=True)
+    with record_choices() as choices:
+        found = jax.jit(packed_matmul)(x, weight)
+    assert [choice.backend for choice in choices] == ["triton"]
+    expected = jax.jit(functools.partial(packed_matmul, implementation="xla"))(x, weight)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+
+
 @pytest.mark.parametrize("rows", [MOST_EXACT_ROWS + 1, 512])
 def test_products_of_many_rows_with_inputs_in_fp8(rows):
     x = jax.random.normal(jax.random.key(0), (rows, 1024), jnp.bfloat16)

@@ -34,6 +34,7 @@ from pallas_kernels.weight_only.formats import (
     LookupFormat,
     LowRankFormat,
     RoundedInputFloat8Format,
+    RoundedInputFormat,
 )
 from pallas_kernels.weight_only.packed import pack_float8, pack_integers, pack_lookup
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
@@ -147,9 +148,37 @@ def interpret_tiles(name: str) -> None:
     np.testing.assert_allclose(out.sum(0), np.concatenate([*wanted, 0 * wanted[0]]), rtol=1e-4, atol=1e-4)
 
 
+ROUNDED = {
+    "w8a8": (3, Tile(32, 64, 2, 1, 2, 2)),
+    "w8a8_sliced": (9, Tile(16, 64, 1, 4, 4, 2)),
+}
+"""Rows and tile of products of integers of 8 bits."""
+
+
+def interpret_rounded(name: str) -> None:
+    """Products of integers of 8 bits: the kernels return their sums, exactly."""
+    from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
+
+    rows, tile = ROUNDED[name]
+    random = np.random.default_rng(0)
+    x = random.integers(-127, 128, (rows, IN), dtype=np.int8)
+    q = random.integers(-128, 128, (OUT, IN), dtype=np.int8)
+    scales = random.uniform(size=(OUT, 1)).astype(np.float32)
+    weight = PackedWeight({"q": jnp.asarray(q), "scales": jnp.asarray(scales)}, RoundedInputFormat(), (IN,), (OUT,))
+    request, _ = make_request(jnp.asarray(x, jnp.bfloat16), weight, None)
+    plan = triton.make_plan(request, tile)
+    assert triton.tile_problem(plan) is None
+    out = np.full((tile.ranges, rows, OUT), -(2**31), np.int32)
+    constants = Array(scales, "fp32")
+    arrays = [Array(x, "i8"), Array(q, "i8"), constants, constants, constants, Array(out, "i32")]
+    kernel = product_kernel if tile.slices == 1 else sliced_product_kernel
+    kernel[(OUT // tile.block_out, tile.ranges)](*arrays, plan=plan)
+    np.testing.assert_array_equal(out.sum(0), x.astype(np.int32) @ q.astype(np.int32).T)
+
+
 @needs_triton
 def test_the_kernels_multiply_by_the_matrix():
-    done = run_interpreted(__spec__.name, *CASES, *FEW_LOOKUPS, "mxfp4", "fp8_blocks_sliced")
+    done = run_interpreted(__spec__.name, *CASES, *FEW_LOOKUPS, "mxfp4", "fp8_blocks_sliced", *ROUNDED)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -205,6 +234,21 @@ def test_compiled_for_hopper_one_kernel_reads_the_stored_weight(bits, group, row
     ranges = triton.make_plan(PackedMatmulRequest(x, weight, x.dtype, Target("cuda", (9, 0)))).tile.ranges
     assert text.count(" fusion(") == (ranges > 1) and " copy(" not in text
     assert memory.temp_size_in_bytes <= 4 * ranges * rows * 4096
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [1, 64])
+def test_compiled_for_hopper_integers_of_8_bits_are_multiplied_as_such(rows):
+    """Beside the kernel, inputs are rounded and sums scaled; no weight is written, in any dtype."""
+    weight = abstract(8)
+    weight = dataclasses.replace(weight, format=RoundedInputFormat())
+    x = S((rows, 14336), jnp.bfloat16)
+    with lowering_platform("cuda"):
+        compiled = compile_for_hopper(packed_matmul, x, weight)
+    assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
+    tile = triton.make_plan(PackedMatmulRequest(x, weight, x.dtype, Target("cuda", (9, 0)))).tile
+    rounded, sums = rows * 14336, 4 * tile.ranges * rows * 4096
+    assert compiled.memory_analysis().temp_size_in_bytes <= rounded + 2 * sums + 1024 < 4096 * 14336 / 4
 
 
 def abstract_lookup(bits, tables=1, outputs=4096, inputs=14336):
@@ -306,7 +350,8 @@ def test_the_choice_and_its_reasons():
     rounded = abstract_float8(RoundedInputFloat8Format())
     calls[f"takes 1 to {MOST_EXACT_ROWS} rows"] = S((MOST_EXACT_ROWS + 1, 14336), jnp.bfloat16), rounded
     tables = abstract_lookup(1), abstract_lookup(4, 4096 // 16), abstract_lookup(8)
-    supported = (int4, float8(128), plain, rounded, *tables)
+    integers = dataclasses.replace(abstract(8), format=RoundedInputFormat())
+    supported = (int4, float8(128), plain, rounded, integers, *tables)
     for words, call in (*calls.items(), *(("", (x, weight)) for weight in supported)):
         with lowering_platform("cuda"), record_choices() as choices:
             jax.eval_shape(packed_matmul, *call)
@@ -355,4 +400,5 @@ if __name__ == "__main__":
     let_numpy_index()
     let_assembly_run()
     for case in sys.argv[1:]:
-        interpret_tiles(case) if case in TILES else interpret(case)
+        one = interpret_tiles if case in TILES else interpret_rounded if case in ROUNDED else interpret
+        one(case)
