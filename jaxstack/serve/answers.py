@@ -16,7 +16,7 @@ from jaxstack.decoding.text_stream import TextStream
 from jaxstack.errors import JaxstackError
 from jaxstack.serve.chat_format import ReasoningReader
 from jaxstack.serve.metrics import Metrics
-from jaxstack.serve.protocol import Envelope
+from jaxstack.serve.protocol import Envelope, StreamOptions
 from jaxstack.serve.refusals import Refused, error_body
 from jaxstack.serve.token_details import Part, TokenDetails
 from jaxstack.serve.tools import ToolReader
@@ -342,22 +342,27 @@ def choose_best(answers: Answers, samples: int, count: int) -> list[int]:
     return [number for first in firsts for number in sorted(range(first, first + samples), key=rank)[:count]]
 
 
-async def events(answers: Answers, envelope: Envelope, samples: int, *, usage: bool) -> AsyncIterator[str]:
+async def events(answers: Answers, envelope: Envelope, samples: int, options: StreamOptions) -> AsyncIterator[str]:
     """Yield the answers to a request as server-sent events in the format of OpenAI's API."""
+
+    def counts() -> dict[str, Any]:
+        continuous = options.include_usage and options.continuous_usage_stats
+        return {"usage": usage_of(answers, samples)} if continuous else {}
+
     prompts = [answer.prompt_fields for answer in answers.answers]
     for index, prompt in enumerate(prompts):
         if (first := envelope.first(index, prompt)) is not None:
-            yield _event(first)
+            yield _event({**first, **counts()})
             prompts[index] = {}
     try:
         async for index, part in answers.stream():
             more = answers.answers[index].describe(part)
-            yield _event(envelope.piece(index, part, {**prompts[index], **more}))
+            yield _event({**envelope.piece(index, part, {**prompts[index], **more}), **counts()})
             prompts[index] = {}
     except Refused as error:
         yield _event(error_body(str(error), error.status, error.code))
         return
-    if usage:
+    if options.include_usage:
         yield _event(envelope.usage(usage_of(answers, samples)))
     yield "data: [DONE]\n\n"
 

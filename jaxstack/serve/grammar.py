@@ -153,6 +153,8 @@ class GrammarConstraint:
 def _reason(message: str) -> str:
     """Return llguidance's error message as one line: what is wrong, without the excerpt of the grammar."""
     first, *others = message.splitlines() or ["unknown reason"]
+    if first == "NoExtensionBias":  # an error of its parser of regular expressions
+        return "it refers only to itself, so that no text matches; give it a part that does not."
     details = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
     return ": ".join([first[:500].rstrip(": "), *details])
 

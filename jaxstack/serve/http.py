@@ -44,7 +44,7 @@ from jaxstack.serve.pooling import (
     embedding_body,
     pooling_body,
 )
-from jaxstack.serve.protocol import CompletionRequest, Envelope, GenerationRequest
+from jaxstack.serve.protocol import CompletionRequest, Envelope, GenerationRequest, StreamOptions
 from jaxstack.serve.refusals import HANDLERS, Refused, refuse_on_error, until_ending
 from jaxstack.serve.request_fields import PromptRequest
 from jaxstack.serve.request_ids import RequestIds, id_of, name_request
@@ -208,12 +208,14 @@ class Server:
         texts = body.prompts
         self._submissions.check_count(body.samples * len(texts))
         prompts = await self._submissions.encode(
-            texts, truncation=self._submissions.truncation_of_prompt(body, body.max_tokens)
+            texts,
+            opened=body.add_special_tokens,
+            truncation=self._submissions.truncation_of_prompt(body, body.max_tokens),
         )
         longest = max(map(len, prompts), default=0)
         limit = max(1, min(COMPLETION_TOKENS, self.engine.context - longest))
         limit = limit if body.max_tokens is None else body.max_tokens
-        begun = texts if body.truncate_prompt_tokens is None else prompts
+        begun = texts if body.truncate_prompt_tokens is None and body.add_special_tokens else prompts
         answers = await self._submissions.submit(
             body, prompts, limit, body.stops, frozenset(), begun if body.echo else None
         )
@@ -398,9 +400,8 @@ class Server:
     ) -> Response:
         """Return the HTTP response, JSON or an event stream."""
         if body.stream:
-            options = body.stream_options
-            usage = options is not None and options.include_usage
-            return EventStream(answers, events(answers, envelope, body.samples, usage=usage))
+            options = body.stream_options or StreamOptions()
+            return EventStream(answers, events(answers, envelope, body.samples, options))
         parts = await self._submissions.collect(request, answers)
         best = choose_best(answers, body.samples, body.n or 1) if body.samples > (body.n or 1) else range(len(parts))
         choices = [(parts[number], answers.answers[number].describe(parts[number])) for number in best]

@@ -26,6 +26,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False, None),
     "spaces_between_special_tokens": (True, None),
     "add_generation_prompt": (True, None),
+    "add_special_tokens": (False, None),
+    "detokenize": (True, None),
     "modalities": (["text"], None),
     "echo": (False, None),
     "continue_final_message": (False, None),
@@ -85,6 +87,8 @@ class StreamOptions(Component):
 
     include_usage: bool = False
     """Send the numbers of tokens after the last piece."""
+    continuous_usage_stats: bool = False
+    """With include_usage: send those so far with each piece too, as vLLM has it."""
     include_obfuscation: bool = False
     """Accepted and ignored."""
 
@@ -196,6 +200,8 @@ class GenerationRequest(PromptRequest):
     """Log-probabilities of the tokens of the prompt, each with those of this many likeliest tokens, as vLLM has it."""
     return_token_ids: bool | None = None
     """Return the ids of the prompt's and the answer's tokens, as vLLM has it."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens `token_id:198` in place of their texts beside log-probabilities, as vLLM has it."""
     stream: bool | None = None
     """Send the answer in pieces as server-sent events."""
     stream_options: StreamOptions | None = None
@@ -298,6 +304,8 @@ class CompletionRequest(GenerationRequest):
     """Token limit of each answer; 0, with echo: the prompt alone."""
     echo: bool | None = None
     """Begin each answer with its prompt."""
+    add_special_tokens: bool = True
+    """False: no document start before a text (`server.document_start`), as vLLM has it."""
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
     """Log-probabilities of the answer's tokens, with echo of the prompt's too, each with those of this many likeliest
     tokens."""

@@ -331,6 +331,7 @@ class Submissions:
                 logprobs=body.likeliest,
                 prompt_logprobs=body.prompt_logprobs,
                 ids=bool(body.return_token_ids),
+                named_by_id=bool(body.return_tokens_as_token_ids),
             )
             opening = None if echo is None else self._echo(echo[index // body.samples])
             only = max_tokens == 0

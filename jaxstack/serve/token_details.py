@@ -94,10 +94,21 @@ class TokenDetails:
       logprobs: number of likeliest tokens to name for each token of the answer; None: no log-probabilities.
       prompt_logprobs: the same for the prompt.
       ids: name the ids.
+      named_by_id: name tokens `token_id:198` in place of their texts beside log-probabilities.
     """
 
-    def __init__(self, texts: TokenTexts, *, chat: bool, logprobs: int | None, prompt_logprobs: int | None, ids: bool):
+    def __init__(
+        self,
+        texts: TokenTexts,
+        *,
+        chat: bool,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        ids: bool,
+        named_by_id: bool = False,
+    ):
         self._texts = texts
+        self._name_of = "token_id:{}".format if named_by_id else texts.text_of
         self._chat = chat
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
@@ -140,20 +151,19 @@ class TokenDetails:
         return content
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
-        text = self._texts.text_of(token)
         return {
-            "token": text,
+            "token": self._name_of(token),
             "logprob": max(value, _LEAST),
-            "bytes": [*(self._texts.bytes_of(token) or text.encode())],
+            "bytes": [*(self._texts.bytes_of(token) or self._texts.text_of(token).encode())],
         }
 
     def _of_completion(self, pairs: Sequence[tuple[int, TokenScore | None]]) -> dict[str, Any]:
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, score in pairs:
             best = score and _alternatives(token, score, self._logprobs)
-            found["tokens"].append(self._texts.text_of(token))
+            found["tokens"].append(self._name_of(token))
             found["token_logprobs"].append(score and max(score.log_probability, _LEAST))
-            found["top_logprobs"].append(best and {self._texts.text_of(other): value for other, value in best})
+            found["top_logprobs"].append(best and {self._name_of(other): value for other, value in best})
             found["text_offset"].append(self._offset)
             self._offset += len(self._decoder.decode(self._texts.bytes_of(token)))
         return found

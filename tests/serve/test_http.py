@@ -79,6 +79,9 @@ WRONG = [
     (COMPLETE, {"prompt": "a", "guided_regex": "("}, 400, "the regex of the structured output is wrong"),
     (COMPLETE, {"prompt": "a", "guided_json": {"type": "nonsense"}}, 400, "the json of the structured output is wrong"),
     (COMPLETE, {"prompt": "a", "guided_choice": []}, 400, "the choice of the structured output is wrong"),
+    (COMPLETE, {"prompt": "a", "guided_json": {"$ref": "#"}}, 400, "it refers only to itself, so that no text matches"),
+    (COMPLETE, {"prompt": "a", "guided_grammar": "start: start"}, 400, "it refers only to itself"),
+    (COMPLETE, {"prompt": "", "add_special_tokens": False}, 400, "at least one token"),
     (COMPLETE, {"prompt": "a", "guided_json": "{"}, 400, "an object or its text; the text is no JSON"),
     (COMPLETE, {"prompt": "a", "structured_outputs": 5}, 400, "structured_outputs: it must be a JSON object"),
     (COMPLETE, {"prompt": "a", "structured_outputs": {"structural_tag": {}}}, 400, "structural_tag is not supported"),
@@ -232,6 +235,11 @@ def test_a_streamed_answer_is_the_whole_answer_in_pieces(client):
     )
     assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == whole.choices[0].text != ""
     assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens <= 20
+    counted = {"include_usage": True, "continuous_usage_stats": True}
+    *pieces, last = client.completions.create(prompt="def ", stream=True, stream_options=counted, **options)
+    counts = [piece.usage.completion_tokens for piece in pieces]
+    assert 0 < counts[0] <= counts[-1] == whole.usage.completion_tokens and counts == sorted(counts)
+    assert last.usage == pieces[-1].usage == whole.usage
     assert whole.usage.prompt_tokens == 5 and whole.choices[0].finish_reason in ("stop", "length")
     messages = [{"role": "user", "content": "Hello"}]
     chat = client.chat.completions.create(messages=messages, **options)
@@ -262,6 +270,11 @@ def test_log_probabilities_of_a_completion_stand_beside_its_tokens(client):
     for token, score, best in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         assert best[token] == score < 0 and 2 <= len(best) <= 3 and max(best.values()) >= score
     assert whole.prompt_token_ids == [256, *"dä".encode()]
+    by_id = {"extra_body": {"return_tokens_as_token_ids": True}}
+    named = client.completions.create(prompt="dä", logprobs=2, echo=True, **options | by_id).choices[0].logprobs
+    wanted = [f"token_id:{token}" for token in (*"dä".encode(), *whole.token_ids)]
+    assert named.tokens == wanted and named.text_offset == found.text_offset
+    assert all(token in best for token, best in zip(wanted, named.top_logprobs, strict=True))
     stream = client.completions.create(prompt="dä", logprobs=2, echo=True, stream=True, **options)
     pieces = [piece.choices[0] for piece in stream]
     for name in ("tokens", "text_offset"):
@@ -480,6 +493,9 @@ def test_texts_and_chats_are_tokenized_as_prompts_are(client, port):
     assert status == 200 and found["tokens"] == prompt.choices[0].prompt_token_ids == [256, *"Tromsø".encode()]
     assert found["count"] == 8 and found["max_model_len"] == 256
     assert found["token_strs"] == ["", *"Troms", "bytes:\\xc3", "bytes:\\xb8"]
+    options = {"prompt": "Tromsø", "max_tokens": 1, "echo": True}
+    closed = client.completions.create(model="tiny", extra_body=ids | {"add_special_tokens": False}, **options)
+    assert closed.choices[0].prompt_token_ids == [*"Tromsø".encode()] and closed.choices[0].text.startswith("Tromsø")
     bare = ask(port, "/tokenize", {"prompt": "Tromsø", "add_special_tokens": False})[1]
     assert bare["tokens"] == found["tokens"][1:] and bare["token_strs"] is None
     assert ask(port, "/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": "Tromsø"}
