@@ -98,7 +98,7 @@ def unsupported_reason(request: PackedMatmulRequest) -> str | None:
     inputs = math.prod(weight.inputs)
     if isinstance(weight.format, TwoOfFourFormat):
         return f"needs inputs that are a multiple of 256; got {inputs}" if inputs % 256 else None
-    if weight.stack or "scales" not in weight.arrays or weight.arrays["q"].dtype != jnp.int4:
+    if weight.stack or not {"q", "scales"} <= {*weight.arrays} or weight.arrays["q"].dtype != jnp.int4:
         return "reads one matrix of integers of 4 bits with scales"
     if request.x.dtype != jnp.bfloat16:
         return f"needs activations in bfloat16; got {request.x.dtype}"

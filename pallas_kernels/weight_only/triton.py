@@ -83,7 +83,7 @@ class ProductPlan:
         rows: rows of x.
         inputs, outputs: dims of the matrix.
         halves: integers or indices per byte.
-        groups: scales per output; 1 for indices.
+        groups: scales per output; 1 for indices without scales.
         tile: see `Tile`.
         tables: lookup tables, each of which serves outputs / tables consecutive outputs.
         entries: values of a table; 0 for integers and FP8.
@@ -92,6 +92,7 @@ class ProductPlan:
         tiles: tiles of `rows` rows, each multiplied with one of several matrices; 0: there is one matrix.
         float8: True for FP8.
         rounded: True for W8A8: the activations are integers of 8 bits too, and sums are int32.
+        scaled: whether the kernel multiplies with scales, of numbers or of indices.
     """
 
     rows: int
@@ -107,6 +108,7 @@ class ProductPlan:
     tiles: int = 0
     float8: bool = False
     rounded: bool = False
+    scaled: bool = True
 
     @property
     def all_rows(self) -> int:
@@ -265,7 +267,7 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None, tiles: int
     outputs, inputs = _matrix_shape(weight)
     lookup = isinstance(weight.format, LookupFormat)
     tables, entries = weight.arrays["codebook"].shape[-2:] if lookup else (1, 0)
-    groups = 1 if lookup else weight.arrays["scales"].shape[-1]
+    groups = weight.arrays["scales"].shape[-1] if "scales" in weight.arrays else 1
     halves = 2 if bits == 4 else 1
     default = default_tile(outputs, inputs, groups, rows, tables, halves)
     default = dataclasses.replace(default, assembly=request.x.dtype == jnp.bfloat16)
@@ -285,6 +287,7 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None, tiles: int
         tiles=tiles,
         float8=isinstance(weight.format, Float8Format),
         rounded=isinstance(weight.format, RoundedInputFormat),
+        scaled="scales" in weight.arrays and not isinstance(weight.format, RoundedInputFormat),
     )
     if tile is not None or not isinstance(measured := _measured_tile(request), Tile):
         return plan
@@ -377,7 +380,7 @@ def _launch(request: PackedMatmulRequest, tile: Tile | None, groups: jax.Array |
         x,
         stored,
         constants,
-        weight.arrays.get("exponents", constants),
+        weight.arrays.get("exponents", weight.arrays.get("scales", constants)),
         constants if groups is None else groups,
         kernel=product_kernel if plan.slices == 1 else sliced_product_kernel,
         out_shape=jax.ShapeDtypeStruct(*((shape, out_dtype) if ranges == 1 else ((ranges, *shape), sums))),
@@ -462,8 +465,6 @@ def unsupported_format(weight: PackedWeight) -> str | None:
         return f"reads integers and FP8 with scales, lookup tables and 2:4 sparsity; the weight is {weight.format}"
     if "zeros" in weight.arrays:
         return "reads integers without zero points; the weight has some"
-    if isinstance(weight.format, LookupFormat) and "scales" in weight.arrays:
-        return "multiplies values of tables by powers of two only; the weight has scales (NF4)"
     return None
 
 
@@ -498,10 +499,11 @@ def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
         exponents = weight.arrays.get("exponents")
         if exponents is not None and (inputs % exponents.shape[-1] or inputs // exponents.shape[-1] % 2):
             return f"needs exponents of an even number of inputs; got {exponents.shape[-1]} for {inputs}"
-        return f"needs tables of a multiple of 16 outputs each; got {together}" if together % 16 else None
+        if together % 16:
+            return f"needs tables of a multiple of 16 outputs each; got {together}"
     if isinstance(weight.format, Float8Format) and weight.format.columns and inputs % weight.format.columns:
         return f"needs whole blocks of {weight.format.columns} inputs; got {inputs} inputs"
-    groups = weight.arrays["scales"].shape[-1]
+    groups = weight.arrays["scales"].shape[-1] if "scales" in weight.arrays else 1
     if groups > 1 and inputs // groups % 32:
         return f"needs groups of a multiple of 32 inputs; got {inputs // groups}"
     return None

@@ -152,6 +152,8 @@ def _move_to_tile(x, q, constants, exponents, groups, out, plan: tl.constexpr):
         constants += group * plan.constants
         if plan.exponent_size > 0:
             exponents += group * (plan.outputs * plan.inputs // plan.exponent_size)
+        elif plan.entries > 0 and plan.scaled:
+            exponents += group * (plan.outputs * plan.groups)
         out += tile * (plan.rows * plan.outputs)
         return x, q, constants, exponents, out, (found >= 0).to(tl.int32)
 
@@ -162,10 +164,10 @@ def product_kernel(x, q, constants, exponents, groups, out, plan: tl.constexpr):
 
     The program ids are the block and the range. `q` holds the bytes of the matrix, [out, in / halves]. `constants` are
     the scales of numbers, [out / scale_rows, groups], or the tables [tables, entries] of indices. `exponents`
-    [out, in / exponent_size] are read if `exponent_size` is not 0. `out` is [rows, out] if there is one range,
-    otherwise float32 [ranges, rows, out]. With `rounded` x holds integers of 8 bits too, and `out` their int32 sums,
-    without scales. A tile of the matrix is the left operand of a tensor core, which has at least 16 rows, and the
-    activations are the right one, which has at least 8 columns.
+    [out, in / exponent_size] are read if `exponent_size` is not 0; they are the scales of indices that have some. `out`
+    is [rows, out] if there is one range, otherwise float32 [ranges, rows, out]. With `rounded` x holds integers of 8
+    bits too, and `out` their int32 sums, without scales. A tile of the matrix is the left operand of a tensor core,
+    which has at least 16 rows, and the activations are the right one, which has at least 8 columns.
 
     With `tiles` there is a third program id, the tile of `rows` rows of x [tiles * rows, in], and `groups` [tiles] has
     the number of its matrix in q [matrices, out, in / halves] and the other arrays, or -1, for which the result is 0.
@@ -188,8 +190,8 @@ def product_kernel(x, q, constants, exponents, groups, out, plan: tl.constexpr):
     table = 0
     if plan.entries > 0:
         table = load_table(constants, block, plan, x)
-    else:
-        scale_of = constants + output // plan.scale_rows * plan.groups
+    if plan.scaled:
+        scale_of = (exponents if plan.entries > 0 else constants) + output // plan.scale_rows * plan.groups
         scale = tl.load(scale_of + first * plan.block_in // plan.group_size).to(tl.float32)
     for step in range(first, first + plan.steps * active):
         stored = tl.load(here + step * width)
@@ -210,7 +212,7 @@ def product_kernel(x, q, constants, exponents, groups, out, plan: tl.constexpr):
             scale = tl.load(scale_of + group).to(tl.float32)
         else:
             total = partial
-    if plan.groups == 1 and plan.entries == 0 and not plan.rounded:
+    if plan.groups == 1 and plan.scaled:
         total *= scale[:, None]
     target = out + (part * plan.all_rows + row)[None] * plan.outputs + output[:, None]
     tl.store(target, total.to(out.dtype.element_ty), row_valid)
@@ -243,8 +245,8 @@ def sliced_product_kernel(x, q, constants, exponents, groups, out, plan: tl.cons
     table = 0
     if plan.entries > 0:
         table = load_table(constants, block, plan, x)
-    else:
-        scale_of = constants + (output // plan.scale_rows * plan.groups)[None]
+    if plan.scaled:
+        scale_of = (exponents if plan.entries > 0 else constants) + (output // plan.scale_rows * plan.groups)[None]
         scale = tl.load(scale_of + (first * plan.block_in // plan.group_size)[:, None]).to(tl.float32)
     for step in range(0, plan.steps * slices * active, slices):
         stored = tl.load(here + step * width)
@@ -264,7 +266,8 @@ def sliced_product_kernel(x, q, constants, exponents, groups, out, plan: tl.cons
         else:
             total = partial
     result = tl.sum(total, 0)
-    if plan.groups == 1 and plan.entries == 0 and not plan.rounded:
-        result *= tl.load(constants + output // plan.scale_rows).to(tl.float32)[:, None]
+    if plan.groups == 1 and plan.scaled:
+        scale_of = exponents if plan.entries > 0 else constants
+        result *= tl.load(scale_of + output // plan.scale_rows).to(tl.float32)[:, None]
     target = out + (part * plan.all_rows + row)[None] * plan.outputs + output[:, None]
     tl.store(target, result.to(out.dtype.element_ty), row_valid[None])

@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.kernels.packed_tiles import random_two_of_four
+from jaxstack.compress.formats.fp4 import Nf4Format
 from jaxstack.distributed.xla_options import step_options
 from jaxstack.models.attention import paged_cache
 from jaxstack.models.attention.base import AttentionSpec
@@ -420,6 +421,7 @@ PACKED = {
     "int4": lambda: pack_nearest(Grid(4, 128), jax.random.normal(jax.random.key(1), (768, 1024))),
     **{f"lookup{bits}": functools.partial(lookup_weight, bits) for bits in (1, 2, 3, 4, 8)},
     "lookup4_tables": functools.partial(lookup_weight, 4, tables=48),
+    "nf4": lambda: Nf4Format().pack(jax.random.normal(jax.random.key(1), (768, 1024))),
     "two_of_four": lambda: random_two_of_four(jax.random.key(1), 768, 1024),
     "int4_many_outputs": lambda: pack_nearest(Grid(4, 128), jax.random.normal(jax.random.key(1), (17408, 1024))),
 }

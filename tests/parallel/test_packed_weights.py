@@ -55,8 +55,8 @@ def pack(kind: str) -> PackedWeight:
     return pack_nearest(Grid(8), W, round_inputs=kind == "w8a8")
 
 
-BY_PARTS = ("int4-8", "int4-32", "int8", "fp8", "fp8-dynamic", "table", "2:4")
-BY_XLA = ("tables", "nf4", "w8a8")
+BY_PARTS = ("int4-8", "int4-32", "int8", "fp8", "fp8-dynamic", "table", "nf4", "2:4")
+BY_XLA = ("tables", "w8a8")
 LAYERS = {
     "column": (("embed", "mlp"), (IN,), (OUT,)),
     "row": (("mlp", "embed"), (IN,), (OUT,)),
@@ -108,7 +108,7 @@ def test_products_are_those_of_one_device(kind, layer, data, tensor):
 
 
 @pytest.mark.parametrize("layer", ["column", "row"])
-@pytest.mark.parametrize("kind", [*BY_PARTS, "nf4", "w8a8"])
+@pytest.mark.parametrize("kind", [*BY_PARTS, "w8a8"])
 def test_each_device_has_its_share_of_the_bytes(kind, layer):
     names, inputs, outputs = LAYERS[layer]
     weight = pack(kind).with_dims(inputs, outputs)
@@ -121,7 +121,7 @@ def test_each_device_has_its_share_of_the_bytes(kind, layer):
 
 
 @pytest.mark.parametrize("layer", ["column", "row"])
-@pytest.mark.parametrize("kind", ["tiles", *BY_PARTS, "fp8-blocks", "nf4"])
+@pytest.mark.parametrize("kind", ["tiles", *BY_PARTS, "fp8-blocks"])
 def test_what_a_device_stores_is_its_part_of_the_matrix(kind, layer):
     names, inputs, outputs = LAYERS[layer]
     weight = pack(kind).with_dims(inputs, outputs)

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxstack.compress.formats.fp4 import Nf4Format
 from pallas_kernels import (
     Grid,
     NotSupported,
@@ -63,10 +64,13 @@ WHOLE = Tile(16, 32, 2, 1, 2, 2)
 SLICED = Tile(16, 64, 1, 4, 4, 2)
 LOOKUPS = {f"lookup{bits}_{rows}": (bits, rows, (SLICED, WHOLE)[(bits + rows) % 2])
            for bits in (1, 2, 3, 4, 8) for rows in (1, 4, 16)}  # fmt: skip
+SCALED = {"nf4": (3, WHOLE), "nf4_sliced": (9, SLICED)}
+"""Rows and tile of products with indices into the table of NF4, whose groups of 64 inputs have scales."""
 FEW_LOOKUPS = ("lookup1_1", "lookup2_16", "lookup3_4", "lookup4_1", "lookup8_16")
 TILES = {
     "mxfp4": Tile(16, 64, 2, 1, 2, 2, assembly=False),
     "mxfp4_sliced": Tile(16, 64, 1, 4, 4, 2, assembly=False),
+    "nf4_experts": Tile(16, 64, 1, 2, 2, 2, assembly=False),
     "fp8_blocks": Tile(16, 64, 1, 1, 2, 2, assembly=False),
     "fp8_blocks_sliced": Tile(32, 64, 1, 2, 2, 2, assembly=False),
 }
@@ -85,6 +89,11 @@ def stored_weight(name: str):
         weight = pack_lookup(bits, jnp.asarray(indices), jnp.asarray(codebook, jnp.float32))
         constants = Array(codebook, "fp16") if bits > 4 else Array(codebook.astype(np.float32), "fp32")
         return weight, np.asarray(weight.arrays["indices"].astype(jnp.uint8)).view(np.int8), constants
+    if name in SCALED:
+        weight = Nf4Format().pack(jax.random.normal(jax.random.key(0), (OUT, IN)))
+        table = np.asarray(weight.arrays["codebook"]).astype(np.float16).astype(np.float32)
+        weight = dataclasses.replace(weight, arrays={**weight.arrays, "codebook": jnp.asarray(table)})
+        return weight, np.asarray(weight.arrays["indices"].astype(jnp.uint8)).view(np.int8), Array(table, "fp32")
     grid = CASES[name][0]
     w = jax.random.normal(jax.random.key(0), (OUT, IN))
     if grid is None:
@@ -99,7 +108,7 @@ def stored_weight(name: str):
 def interpret(name: str) -> None:
     from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
 
-    _, rows, tile = {**CASES, **LOOKUPS}[name]
+    *_, rows, tile = {**CASES, **LOOKUPS, **SCALED}[name]
     weight, q, constants = stored_weight(name)
     x = np.random.default_rng(0).normal(size=(rows, IN)).astype(np.float16)
     request, _ = make_request(x, weight, jnp.float32)
@@ -107,7 +116,8 @@ def interpret(name: str) -> None:
     assert triton.tile_problem(plan) is None
     if plan.halves == 2:
         q = ((q[:, 1::2] << 4) | (q[:, ::2] & 15)).astype(np.int8)
-    arrays = [Array(x, "fp16"), Array(q, "fp8e4nv" if plan.float8 else "i8"), constants, constants, constants]
+    beside = Array(np.asarray(weight.arrays["scales"]), "fp32") if name in SCALED else constants
+    arrays = [Array(x, "fp16"), Array(q, "fp8e4nv" if plan.float8 else "i8"), constants, beside, constants]
     out = np.full((tile.ranges, rows, OUT), np.nan, np.float32)
     kernel = product_kernel if tile.slices == 1 else sliced_product_kernel
     kernel[(OUT // tile.block_out, tile.ranges)](*arrays, Array(out, "fp32"), plan=plan)
@@ -115,7 +125,7 @@ def interpret(name: str) -> None:
 
 
 def interpret_tiles(name: str) -> None:
-    """Tiles of rows with a matrix each: MXFP4, or FP8 by blocks."""
+    """Tiles of rows with a matrix each: MXFP4, NF4, or FP8 by blocks."""
     from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
 
     tile = TILES[name]
@@ -123,14 +133,17 @@ def interpret_tiles(name: str) -> None:
     rows, matrices = 5, 3
     x = random.normal(size=(3 * rows, IN)).astype(np.float16)
     groups = np.asarray([2, 0, -1], np.int32)
-    if name.startswith("mxfp4"):
+    if name.startswith(("mxfp4", "nf4")):
         indices = random.integers(0, 16, (matrices, OUT, IN)).astype(np.uint8)
         codebook = np.broadcast_to(np.arange(16, dtype=np.float32) - 5.5, (matrices, 1, 16)).copy()
         exponents = random.integers(-4, 3, (matrices, OUT, IN // 32)).astype(np.int8)
-        stored = {"indices": jnp.asarray(indices, jnp.uint4), "codebook": codebook, "exponents": exponents}
+        scales = random.uniform(size=(matrices, OUT, IN // 64)).astype(np.float32)
+        beside, form = (exponents, "i8") if name.startswith("mxfp4") else (scales, "fp32")
+        kind = "exponents" if name.startswith("mxfp4") else "scales"
+        stored = {"indices": jnp.asarray(indices, jnp.uint4), "codebook": codebook, kind: beside}
         q = Array((indices[..., ::2] | indices[..., 1::2] << 4).view(np.int8), "i8")
         weight = PackedWeight(stored, LookupFormat(4), (IN,), (OUT,), (matrices,))
-        constants = (Array(codebook, "fp32"), Array(exponents, "i8"))
+        constants = (Array(codebook, "fp32"), Array(beside, form))
     else:
         values = jnp.asarray(random.normal(size=(matrices, OUT, IN)), jnp.float8_e4m3fn)
         scales = random.uniform(size=(matrices, OUT // 16, IN // 64)).astype(np.float32)
@@ -178,7 +191,9 @@ def interpret_rounded(name: str) -> None:
 
 @needs_triton
 def test_the_kernels_multiply_by_the_matrix():
-    done = run_interpreted(__spec__.name, *CASES, *FEW_LOOKUPS, "mxfp4", "fp8_blocks_sliced", *ROUNDED)
+    done = run_interpreted(
+        __spec__.name, *CASES, *FEW_LOOKUPS, "mxfp4", "nf4_experts", "fp8_blocks_sliced", *ROUNDED, *SCALED
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -259,10 +274,13 @@ def abstract_lookup(bits, tables=1, outputs=4096, inputs=14336):
 
 
 @needs_triton
-@pytest.mark.parametrize(("bits", "rows"), [(3, 1), (1, 4), (2, 1), (4, 16), (4, 64), (8, 1), (8, 16)])
+@pytest.mark.parametrize(("bits", "rows"), [(3, 1), (1, 4), (2, 1), (4, 16), (4, 64), ("nf4", 16), (8, 1), (8, 16)])
 def test_compiled_for_hopper_no_values_of_a_table_are_written(bits, rows):
     x = S((rows, 14336), jnp.bfloat16)
-    weight = abstract_lookup(bits)
+    weight = abstract_lookup(4 if bits == "nf4" else bits)
+    if bits == "nf4":
+        bits, scales = 4, S((4096, 14336 // 64), jnp.float32)
+        weight = dataclasses.replace(weight, arrays={**weight.arrays, "scales": scales})
     with lowering_platform("cuda"):
         compiled = compile_for_hopper(packed_matmul, x, weight)
     assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
@@ -351,7 +369,9 @@ def test_the_choice_and_its_reasons():
     calls[f"takes 1 to {MOST_EXACT_ROWS} rows"] = S((MOST_EXACT_ROWS + 1, 14336), jnp.bfloat16), rounded
     tables = abstract_lookup(1), abstract_lookup(4, 4096 // 16), abstract_lookup(8)
     integers = dataclasses.replace(abstract(8), format=RoundedInputFormat())
-    supported = (int4, float8(128), plain, rounded, integers, *tables)
+    blocks = abstract_lookup(4)
+    nf4 = dataclasses.replace(blocks, arrays={**blocks.arrays, "scales": S((4096, 14336 // 64), jnp.float32)})
+    supported = (int4, float8(128), plain, rounded, integers, nf4, *tables)
     for words, call in (*calls.items(), *(("", (x, weight)) for weight in supported)):
         with lowering_platform("cuda"), record_choices() as choices:
             jax.eval_shape(packed_matmul, *call)
