@@ -20,6 +20,9 @@ from jaxstack.decoding.text_stream import check_chat_text, overlap
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve.tools import Tools
 
+_END = "\ue000\ue001\ue000 "
+"""Characters without a meaning that mark the end of a text in a chat; a template that strips texts takes the space."""
+
 
 class ReasoningReader:
     """Splits generated text into reasoning and answer, and drops the markers and the white space between them.
@@ -241,6 +244,9 @@ class ChatFormatter:
         messages: Sequence[Mapping[str, Any]],
         tools: Tools | None = None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        begins: bool = True,
+        continues: bool = False,
     ) -> list[int]:
         """Return the token ids of a chat, up to where the next answer begins.
 
@@ -248,10 +254,12 @@ class ChatFormatter:
           messages: the chat; the reasoning of an answer, `reasoning_content`, is there for templates that read it.
           tools: tools of the chat.
           variables: further variables of the template, such as `enable_thinking`.
+          begins: append the header of the next answer.
+          continues: leave out what the template writes after the text of the last message, which the answer continues.
 
         Raises:
-          JaxstackError: the template refuses the chat, or a text in it contains a special token, with which it could
-            pass for another turn.
+          JaxstackError: the template refuses the chat, or changes the text that is continued; or a text in it contains
+            a special token, with which it could pass for another turn.
         """
         for place, message in enumerate(messages):
             for name, value in message.items():
@@ -260,7 +268,15 @@ class ChatFormatter:
         described = None if tools is None else list(tools.described)
         for name, value in (("tools", described), ("chat_template_kwargs", variables)):
             check_chat_text(self._tokenizer, name, json.dumps(value, ensure_ascii=False), self.stop)
-        text = self._template.render([*map(_with_reasoning, messages)], described, prompt=True, variables=variables)
+        turns = [*map(_with_reasoning, messages)]
+        if continues:
+            turns[-1] = {**turns[-1], "content": turns[-1]["content"] + _END}
+        text = self._template.render(turns, described, prompt=begins, variables=variables)
+        if continues:
+            text, mark, rest = text.rpartition(_END.strip())
+            if not mark:
+                raise ConfigError("the last message cannot be continued: the chat template leaves its text out.")
+            text = text if rest.startswith(" ") else text.rstrip()  # the template strips texts
         return self._tokenizer.encode_marked([text])[0][0].tolist()
 
     def reader(self, prompt: Sequence[int]) -> ReasoningReader | None:

@@ -121,6 +121,20 @@ class ChatRequest(GenerationRequest):
     """Further variables of the chat template, such as enable_thinking, as vLLM has it."""
     parallel_tool_calls: bool | None = None
     """False: an answer that must call a function has one call; what the model chooses itself is not limited."""
+    add_generation_prompt: bool = True
+    """False: the prompt ends after the last message, without the header of an answer, as vLLM has it."""
+    continue_final_message: bool = False
+    """The answer continues the last message, whose end the prompt does not have, as vLLM has it."""
+
+    @model_validator(mode="after")
+    def _continues_an_answer(self) -> "ChatRequest":
+        if not self.continue_final_message:
+            return self
+        if self.add_generation_prompt:
+            raise ValueError("continue_final_message begins no new answer: set add_generation_prompt to false")
+        if self.messages[-1].role != "assistant" or self.messages[-1].tool_calls:
+            raise ValueError("only a last message of the role 'assistant' without calls can be continued")
+        return self
 
     @model_validator(mode="after")
     def _variables_are_free(self) -> "ChatRequest":

@@ -202,12 +202,6 @@ class CountRequest(Component):
     def _drop_neutral(cls, fields: object) -> object:
         return drop_neutral(fields, _NEUTRAL, _IGNORED)
 
-    @model_validator(mode="after")
-    def _ends_with_a_question(self) -> "CountRequest":
-        if self.messages[-1].role != "user":
-            raise ValueError("the last message must be of the role 'user': an answer cannot be continued")
-        return self
-
     @property
     def further_fields(self) -> dict[str, Any]:
         """Fields of the request in the chat completion API for what only an answer needs."""
@@ -232,6 +226,7 @@ class CountRequest(Component):
         named = {"type": "function", "function": {"name": chosen.name or ""}}
         config = self.output_config or OutputConfig()
         form = None if config.format is None else {"schema": config.format.schema_}
+        continues = self.messages[-1].role == "assistant"
         thinks = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
         fields = {
             "model": self.model,
@@ -242,6 +237,8 @@ class CountRequest(Component):
             "response_format": None if form is None else {"type": "json_schema", "json_schema": form},
             "reasoning_effort": config.effort,
             "chat_template_kwargs": thinks or None,
+            "continue_final_message": continues,
+            "add_generation_prompt": not continues,
         }
         return build_component(ChatRequest, fields | self.further_fields, "the request")
 

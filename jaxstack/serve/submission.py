@@ -144,7 +144,14 @@ class Submissions:
             form = None
             if tools is not None and not tools.chosen:
                 form = await asyncio.to_thread(chat.tool_format, tools, self.engine.stop_tokens)
-            prompt = await asyncio.to_thread(chat.encode, messages, tools, body.variables)
+            prompt = await asyncio.to_thread(
+                chat.encode,
+                messages,
+                tools,
+                body.variables,
+                begins=body.add_generation_prompt,
+                continues=body.continue_final_message,
+            )
         except JaxstackError as error:
             raise Refused(400, str(error)) from None
         return chat, prompt, form

@@ -11,13 +11,11 @@ from jaxstack.serve.request_fields import drop_neutral
 from jaxstack.serve.tools import Tool
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True, None),
-    "continue_final_message": (False, None),
     "chat_template": (None,),
     "mm_processor_kwargs": (None,),
 }
 """Fields of vLLM that are not supported here, with the values that are accepted: those that do nothing."""
-_OF_CHATS = ("tools", "reasoning_effort", "chat_template_kwargs")
+_OF_CHATS = ("tools", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 """Fields beside `messages` that a chat may have."""
 
 
@@ -36,6 +34,10 @@ class TokenizeRequest(Component):
     """Effort of the reasoning, as in a request to the chat route."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the chat template."""
+    add_generation_prompt: bool | None = None
+    """False: the prompt ends after the last message, as in a request to the chat route."""
+    continue_final_message: bool | None = None
+    """The answer continues the last message, as in a request to the chat route."""
     add_special_tokens: bool | None = None
     """False: leave out the document start before the text, which /v1/completions puts there (`server.document_start`).
     Only for texts: the chat template writes what opens a chat."""

@@ -59,6 +59,32 @@ def test_what_is_no_special_token_is_text(tokenizer):
         assert ids.count(tokenizer.special_tokens["<|im_end|>"]) == 1 and text in tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize(
+    ("shown", "answer", "kept"),
+    [
+        ("message['content']", "I am ", "I am "),
+        ("message['content'] | trim", " d \n", "d"),
+        ("'none'", "I am", None),
+    ],
+)
+def test_a_chat_ends_in_the_text_that_is_continued(tokenizer, tmp_path, shown, answer, kept):
+    """A text that stands in the end of its message too, `<|im_end|>`, among them."""
+    file = tmp_path / "template.jinja"
+    turn = "<|im_start|>{{ message['role'] }}\n{{ " + shown + " }}<|im_end|>\n"
+    opening = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    file.write_text("{% for message in messages %}" + turn + "{% endfor %}" + opening)
+    formatter = ChatFormatter(tokenizer, str(file))
+    messages = [{"role": "user", "content": "d"}, {"role": "assistant", "content": answer}]
+    whole = tokenizer.decode_marked(formatter.encode(messages, begins=False))
+    assert whole.endswith("<|im_end|>\n") and whole.count("<|im_start|>") == 2
+    if kept is None:
+        with pytest.raises(ConfigError, match="the last message cannot be continued"):
+            formatter.encode(messages, begins=False, continues=True)
+    else:
+        text = tokenizer.decode_marked(formatter.encode(messages, begins=False, continues=True))
+        assert text == f"<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n{kept}"
+
+
 TOOLS = Tools([{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}])
 
 

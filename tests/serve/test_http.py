@@ -34,6 +34,7 @@ LIMITS = ServerConfig(chat_template="chatml", max_body_bytes=4096, max_tokens=20
 CITY = {"enum": ["Oslo", "Rome"]}
 SCHEMA = {"type": "object", "properties": {"city": CITY}, "required": ["city"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+CONTINUED = {"add_generation_prompt": False, "continue_final_message": True}
 COMPLETE = "/v1/completions"
 CHAT = "/v1/chat/completions"
 WRONG = [
@@ -100,6 +101,18 @@ WRONG = [
     ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
     ("/detokenize", {"tokens": "a"}, 400, "tokens"),
     (CHAT, {"messages": []}, 400, "messages"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": "a"}], "continue_final_message": True},
+        400,
+        "set add_generation_prompt to false",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a"}], **CONTINUED},
+        400,
+        "only a last message of the role 'assistant'",
+    ),
     (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, 400, "tools.0.function"),
     (
         CHAT,
@@ -505,6 +518,10 @@ def test_texts_and_chats_are_tokenized_as_prompts_are(client, port):
     assert found["tokens"] == answer.prompt_token_ids
     text = ask(port, "/detokenize", {"tokens": found["tokens"]})[1]["prompt"]
     assert "<|im_start|>user\nhi<|im_end|>" in text
+    chat["messages"] += [{"role": "assistant", "content": "Oh"}]
+    answer = client.chat.completions.create(model="tiny", max_tokens=1, extra_body=ids | CONTINUED, **chat)
+    assert answer.prompt_token_ids == ask(port, "/tokenize", chat | CONTINUED)[1]["tokens"]
+    assert ask(port, "/detokenize", {"tokens": answer.prompt_token_ids})[1]["prompt"].endswith("assistant\nOh")
     assert ask(port, "/version")[1] == {"version": jaxstack.__version__}
 
 

@@ -79,6 +79,8 @@ def test_the_content_has_a_block_for_reasoning_text_and_each_call(speaker):
     assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow is it in Oslo?" in written
     assert f"<think>\nLook it up.\n</think>\n\nI look.{CALL}<|im_end|>\n<|im_start|>tool\n-3 degrees" in written
     assert written.endswith("<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n")
+    ask(port, PATH, ASKED | {"messages": [*ASKED["messages"], {"role": "assistant", "content": "It is"}]})
+    assert engine.tokenizer.decode_marked(engine.prompts[-1]).endswith("<|im_start|>assistant\nIt is"), "which goes on"
     _, cut, _ = ask(port, PATH, ASKED | {"max_tokens": 12})
     assert cut["stop_reason"] == "max_tokens" and [block["type"] for block in cut["content"]] == ["thinking"]
 
@@ -157,8 +159,12 @@ def test_a_model_answers_with_stop_texts_schemas_and_chosen_tools(port, engine):
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is required in a block"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "'user' has no blocks of the type 'thin"),
         (
-            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-            "cannot be continued",
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}
+                ]
+            },
+            "without calls can be continued",
         ),
         ({"system": [{"type": "image"}]}, "only blocks of the type 'text'"),
         ({"system": False}, "system: it must be a text or a list of blocks; found a value of type bool"),
