@@ -432,7 +432,8 @@ def _messages(record: dict, where: str) -> list[dict[str, Any]]:
             raise ConfigError(f"{where}: message {number} must have a role and a content; found {_shown(message)}")
         content = message.get("content")
         if not isinstance(content, str | list) and not message.get("tool_calls"):
-            raise ConfigError(f"{where}: the content of message {number} must be a text; found {_shown(content)}")
+            found = _shown(content) if "content" in message else f"no content; its keys: {_keys(message)}"
+            raise ConfigError(f"{where}: the content of message {number} must be a text; found {found}")
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(sorted({message["role"] for message in messages}))

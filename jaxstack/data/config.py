@@ -28,7 +28,9 @@ class TokenizerConfig(Component):
         if self.name == "file" and not self.path:
             raise ValueError("tokenizer name 'file' needs a path to a tokenizer.json")
         if self.name in ("byte", "bpe") and self.path:
-            raise ValueError(f"tokenizer path {self.path!r} is only read with name: file, not {self.name}")
+            raise ValueError(
+                f"tokenizer path {self.path!r} is only read with name: file, not {self.name}: set it to null"
+            )
         return self
 
 

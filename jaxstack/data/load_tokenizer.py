@@ -238,6 +238,11 @@ def read_tokenizer_file(path: str, document_start: str | None = None) -> Tokeniz
             return load_tokenizer(file)
         file = file / MODEL_FILE
     if not file.is_file():
+        folder = file.parent / "tokenizer"
+        if folder.is_dir():
+            raise ConfigError(
+                f"no tokenizer file {file}: {file.parent} keeps its tokenizer in {folder}; give that folder"
+            )
         raise ConfigError(f"no tokenizer file {file}: give a tokenizer.json, or name: byte or bpe, which need none")
     model = _read_model(file, ConfigError)
     special = {t.content: i for i, t in model.get_added_tokens_decoder().items() if t.special}

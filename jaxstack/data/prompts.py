@@ -236,6 +236,6 @@ class _Limit:
             raise ConfigError(
                 f"{len(long):,} of {len(found):,} prompts of {source.path!r} have more than train.sequence_length - "
                 f"rollout.max_tokens ({self.longest}) tokens, the longest {max(len(x.ids) for x in long):,}: raise "
-                "train.sequence_length, or leave them out with data.chat.too_long=drop."
+                "train.sequence_length, lower rollout.max_tokens, or leave them out with data.chat.too_long=drop."
             )
         return [prompt for prompt in found if len(prompt.ids) <= self.longest]

@@ -25,6 +25,8 @@ def progress_fields(values: Mapping[str, Any], eta_seconds: float | None = None)
     if (loss := number("loss")) is not None:
         mean = number("mean_loss")
         parts.append(f"loss {loss:.4f}" + (f" (mean {mean:.4f})" if mean is not None and mean != loss else ""))
+    # What is learned from answers: the loss alone says little of it.
+    parts += [f"{key} {value:.4f}" for key in ("reward", "accuracy") if (value := number(key)) is not None]
     if (rate := number("tokens_per_second")) is not None:
         parts.append(f"{short_number(rate)} tok/s")
     if (flops := number("model_tflops_per_device")) is not None:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from jaxstack.errors import ConfigError, nearest
+
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
@@ -91,11 +93,15 @@ def imported(path: str) -> Callable[..., Any]:
     """Return the function or class that a path names, `module:name` or `file.py:name`; a file is run once.
 
     Raises:
-      TypeError: it is neither. Importing may raise any exception.
+      ConfigError: there is no such file, or no such name in it, or it is neither. Importing may raise any exception.
     """
     place, _, name = path.rpartition(":")
     if place.endswith(".py"):
         file = Path(place).expanduser().absolute()
+        if not file.is_file():
+            files = [other.name for other in file.parent.glob("*.py")]
+            hint = nearest(file.name, files) if files else "its folder has no file of Python"
+            raise ConfigError(f"there is no file {file}; {hint}")
         module = sys.modules.get(file.stem)
         if module is None or getattr(module, "__file__", None) != str(file):
             spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -105,9 +111,12 @@ def imported(path: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
-    if not callable(getattr(module, name)):
-        raise TypeError(f"{name} is not a function")
-    return getattr(module, name)
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [n for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__ and callable(x)]
+        hint = nearest(name, own) if own else "it has none"
+        raise ConfigError(f"{place} has no function or class {name}; {hint}")
+    return found
 
 
 def check_path(path: str) -> str:
@@ -253,6 +262,8 @@ def serve() -> None:
             reward, samples = pipe.recv()
             try:
                 answer = reward.prepare() if samples is None else reward.score(samples)
+            except ConfigError as error:
+                answer = Failure(str(error))
             except BaseException as error:
                 answer = Failure(f"{describe_error(error)}{place_of(error)}")
             pipe.send(answer)

@@ -68,6 +68,11 @@ class ReinforcementTask(Task):
           ConfigError: a loss, a reward or prompts are missing, or a setting does not go with them.
         """
         policy = config.policy
+        if policy.loss is None and config.preference.loss is not None:
+            raise ConfigError(
+                f"preference.loss ({config.preference.loss}) trains on pairs of answers that the data has: "
+                "run python -m jaxstack.train, or remove it and set policy.loss."
+            )
         if policy.loss is None:
             raise ConfigError(f"jaxstack.reinforce needs a loss; set policy.loss to {', '.join(LOSSES)}.")
         if not config.data.prompts:

@@ -189,11 +189,14 @@ def read_space(space: Mapping[str, Any], config: str | Path, overrides: Sequence
       study: name of the study file in messages.
 
     Raises:
-      ConfigError: a key is unknown or fixed by an override, a range is empty, or the configuration refuses its ends.
+      ConfigError: a key is unknown or fixed by an override, a range is empty, the configuration refuses its ends, or
+        an override sets `run.name`.
     """
     tree = load_tree(config, overrides)
     config_from_tree(tree, str(config), overrides)  # raises the errors of the configuration itself
     fixed = {override.partition("=")[0].strip() for override in overrides}
+    if "run.name" in fixed:
+        raise ConfigError(f"override run.name names no study: set name in {study}, by default the name of that file.")
     dimensions: dict[str, Dimension] = {}
     for key, text in space.items():
         where = f"{study}: space.{key}"

@@ -290,7 +290,10 @@ def test_chats_and_texts_mix(opened, corpus, cache, folder, tmp_path):
         ("{", "line 2 is not JSON"),
         ('{"text": "a"}', "line 2 has neither messages nor a prompt and a completion; its keys: 'text'"),
         ('{"messages": []}', "line 2: messages must be a list of messages"),
-        ('{"messages": [{"role": "user"}]}', "line 2: the content of message 1 must be a text; found null"),
+        (
+            '{"messages": [{"role": "user", "contnt": "a"}]}',
+            "line 2: the content of message 1 must be a text; found no content; its keys: 'role', 'contnt'",
+        ),
         ('{"messages": [{"content": "a"}]}', "line 2: message 1 must have a role"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 2 has no message of the role assistant"),
         ('{"prompt": "a<|im_end|>", "completion": "b"}', "line 2: its text contains '<|im_end|>', a special token"),

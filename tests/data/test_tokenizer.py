@@ -78,6 +78,9 @@ def test_load_errors_name_the_place(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="no tokenizer file"):
         read_tokenizer_file(str(tmp_path / "missing.json"))
+    (tmp_path / "run" / "tokenizer").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="run/tokenizer; give that folder"):
+        read_tokenizer_file(str(tmp_path / "run"))
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"bad\.json is not a tokenizer"):
         read_tokenizer_file(str(tmp_path / "bad.json"))

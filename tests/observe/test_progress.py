@@ -34,6 +34,8 @@ def test_fields():
     ]
     assert progress_fields({"loss": "NaN", "mfu": None, "tokens_per_second": 7}) == ["7 tok/s"]
     assert progress_fields({"loss": float("nan")}) == ["loss nan"]
+    assert progress_fields({"loss": 0.5, "reward": -0.25}) == ["loss 0.5000", "reward -0.2500"]
+    assert progress_fields({"accuracy": 1.0}) == ["accuracy 1.0000"]
 
 
 def test_plain_lines_where_there_is_no_terminal():

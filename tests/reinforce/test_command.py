@@ -38,6 +38,7 @@ def test_wrong_configurations_are_one_message(folder, capsys):
         "policy.updates=3": "train.steps (4) must be divisible by policy.updates (3)",
         "parallel.context=2": "policy.loss does not support parallel.context",
         "policy.loss=null": "jaxstack.reinforce needs a loss; set policy.loss to grpo, dr_grpo",
+        "policy.loss=null & preference.loss=dpo": "preference.loss (dpo) trains on pairs of answers that the data has",
         "reward=[]": "jaxstack.reinforce needs a reward",
         "policy.loss=distill": "policy.loss distill learns from a teacher; set policy.reference to the teacher's",
         "data.sources.0.format=chat": "jaxstack.reinforce answers prompts",
@@ -46,7 +47,7 @@ def test_wrong_configurations_are_one_message(folder, capsys):
         "reward=[{name: exact}]": "reward exact needs the column 'answer' in",
         "reward=[{name: environment}]": "reward environment is the sum of what the environment's step returns",
         "rollout.environment={path: [nothing]}": "path is module:function or file.py:function; found 'nothing'",
-        f"rollout.environment={{path: ['{folder}/game.py:nothing']}}": "cannot be used: AttributeError",
+        f"rollout.environment={{path: ['{folder}/game.py:nothing']}}": "no function or class nothing; choose one of",
         f"rollout.environment={{path: ['{folder}/game.py:add']}} & data.chat.template={folder}/plain.jinja": (
             "the chat template does not write tool calls; give another template (data.chat.template)"
         ),

@@ -7,6 +7,7 @@ from pydantic import TypeAdapter
 
 from jaxstack.errors import ConfigError
 from jaxstack.reinforce.rewards import AnyReward, Rewards, Sample, check_columns
+from jaxstack.reinforce.scorers import imported
 
 
 def made(*entries: dict) -> Rewards:
@@ -127,6 +128,18 @@ def test_what_is_wrong_is_found_before_the_run(tmp_path):
     (tmp_path / "mine.py").write_text("import nothing_of_this_name")
     with pytest.raises(ConfigError, match="cannot be imported: ModuleNotFoundError"):
         made({"name": "python", "path": f"{tmp_path}/mine.py:reward"})
+
+
+def test_a_wrong_path_of_a_function_is_told_with_what_there_is(tmp_path):
+    (tmp_path / "my_rewards.py").write_text("import math\nlimit = 3\ndef short(samples): pass\nclass Guess: pass\n")
+    for path, message in (
+        ("my_reward.py:short", f"there is no file {tmp_path}/my_reward.py; did you mean 'my_rewards.py'?"),
+        ("my_rewards.py:shrt", "has no function or class shrt; did you mean 'short'?"),
+        ("my_rewards.py:limit", "has no function or class limit; choose one of: 'Guess', 'short'"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            imported(f"{tmp_path}/{path}")
+        assert str(caught.value).endswith(message)
 
 
 def test_without_rewards_each_sample_has_none():
