@@ -34,6 +34,9 @@ METHODS = {
     "diloco_calm": ("local_sgd={name: diloco, every: 20, outer_learning_rate: 0.9, momentum: 0.3}",),
     "diloco_steady": ("local_sgd={name: diloco, every: 20, momentum: 0.6}",),
     "diloco_int8": ("local_sgd={name: diloco, every: 20, compression: int8}",),
+    "diloco_int8_often": (
+        "local_sgd={name: diloco, every: 6, compression: int8, outer_learning_rate: 0.9, momentum: 0.3}",
+    ),
     "diloco_powersgd": ("local_sgd={name: diloco, every: 20, compression: powersgd, rank: 4}",),
     "streaming": ("local_sgd={name: streaming, every: 20, fragments: 2}",),
     "gossip": ("local_sgd={name: gossip, every: 20}",),
