@@ -107,6 +107,12 @@ def summary_lines(report: CompressionReport) -> list[str]:
     lines.append(
         f"bytes: {byte_size(report.bytes_before)} in bfloat16 -> {byte_size(report.bytes_after)} ({_saving(report)})"
     )
+    if (uncompressed := report.loss_by_layer.get("none")) is not None:
+        # Layers are measured on fewer tokens than the whole model, whose perplexity is another one.
+        alone = math.exp(uncompressed)
+        lines.append(
+            f"perplexity alone is that of the first held-out tokens; with no layer compressed it is {alone:.4f}"
+        )
     if report.loss_before is not None and report.loss_after is not None:
         before = report.loss_before
         after = report.loss_after

@@ -198,3 +198,8 @@ def test_a_run_starts_from_compressed_weights(trained):
 def test_the_report_says_how_much_smaller(after, said):
     found = CompressionReport("run", 1, 100, after, None, None, (), {})
     assert said in summary_lines(found)[-1] and "1.00x" not in summary_lines(found)[-1]
+
+
+def test_the_table_says_what_its_perplexities_are_to_be_compared_with():
+    found = CompressionReport("run", 1, 100, 50, None, None, (), {"none": 1.0, "0": 1.1})
+    assert "with no layer compressed it is 2.7183" in summary_lines(found)[-1]
