@@ -1,6 +1,7 @@
 """The tables of docs/local-sgd.md: loss, bytes and speed of the methods for workers over slow links."""
 
 import functools
+from collections.abc import Sequence
 
 from scripts.pages.page import Page, table_of
 from scripts.pages.rows import RESULTS, Row, read_all
@@ -13,6 +14,7 @@ NAMES = {
     "diloco_calm": "`diloco`, `outer_learning_rate: 0.9`, `momentum: 0.3`",
     "diloco_steady": "`diloco`, `momentum: 0.6`",
     "diloco_int8": "`diloco`, `compression: int8`",
+    "diloco_int8_often": "`diloco`, `every: 6`, `compression: int8`, `outer_learning_rate: 0.9`, `momentum: 0.3`",
     "diloco_powersgd": "`diloco`, `compression: powersgd`, `rank: 4`",
     "streaming": "`streaming`, `fragments: 2`",
     "gossip": "`gossip`",
@@ -47,9 +49,10 @@ def methods(columns: dict[str, str], source: str, rows: list[Row]) -> str:
     return f"{table_of(columns, shown)}\n\n{source.format_map(last)}"
 
 
-def losses(work: str) -> str:
+def losses(work: str, overrides: Sequence[str] = ()) -> str:
     """Return held-out loss and bytes between workers of each method, relative to data parallelism."""
-    rows = [row for row in read_all(RESULTS / "islands.jsonl") if row["work"] == work and "overrides" not in row]
+    found = read_all(RESULTS / "islands.jsonl")
+    rows = [row for row in found if (row["work"], *row.get("overrides", ())) == (work, *overrides)]
     return methods(LOSS, LOSS_SOURCE, rows) if rows else f"Not measured yet; `{LONG_COMMAND}` measures it."
 
 
@@ -58,5 +61,8 @@ def speeds() -> str:
     return methods(SPEED, SPEED_SOURCE, read_all(RESULTS / "slow_link.jsonl"))
 
 
-PARTS = {work: functools.partial(losses, work) for work in ("bytes", "quickstart", "long")}
+PARTS = {
+    **{work: functools.partial(losses, work) for work in ("bytes", "quickstart", "long")},
+    "many steps": functools.partial(losses, "bytes", ["train.steps=3000"]),
+}
 PAGES = (Page("local-sgd.md", {**PARTS, "slow link": speeds}),)
