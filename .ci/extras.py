@@ -89,9 +89,8 @@ def use_tracker(folder: Path, name: str) -> None:
 def use_tune(folder: Path) -> None:
     study = folder / "study.yaml"
     study.write_text("trials: 1\nspace:\n  optimizer.learning_rate: {low: 1.0e-4, high: 3.0e-2, log: true}\n")
-    place = [f"run.dir={folder}", "run.name=tuned"]
     config = ROOT / "configs/quickstart.yaml"
-    jaxstack("tune", "--config", config, "--study", study, *SMALL, *text_in(folder), *place)
+    jaxstack("tune", "--config", config, "--study", study, *SMALL, *text_in(folder), f"run.dir={folder}")
 
 
 def use_docs(folder: Path) -> None:
