@@ -25,7 +25,7 @@ from jaxstack.resilience.stop_request import Interrupted, StopRequest
 from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.tune.optuna_study import OptunaStudy, Outcome, TrialRecord, best_of, check_packages
 from jaxstack.tune.report import write_report
-from jaxstack.tune.space import StudyConfig, load_study, read_space
+from jaxstack.tune.space import StudyConfig, load_study, overridden_keys, read_space
 from jaxstack.tune.trial import LOG, OUTCOME
 
 _POLL_SECONDS = 0.2
@@ -66,7 +66,7 @@ def run_study(
     Args:
       config: YAML file of the configuration.
       study: YAML file of the study, see `StudyConfig`.
-      overrides: `section.key=value` strings, laid over the configuration.
+      overrides: `section.key=value` strings, laid over the configuration; `run.name` among them names the study.
       report: called with each line of progress.
 
     Raises:
@@ -77,6 +77,8 @@ def run_study(
     settings = load_study(study)
     space = read_space(settings.space, config, overrides, str(study))
     base = space.configuration({})
+    if "run.name" in overridden_keys(overrides):
+        settings = settings.model_copy(update={"name": base.run.name})
     directory = Path(base.run.dir) / settings.name
     check_packages(settings)
     try:

@@ -179,6 +179,11 @@ class SearchSpace:
         return values if inside else None
 
 
+def overridden_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys that `section.key=value` strings set."""
+    return {override.partition("=")[0].strip() for override in overrides}
+
+
 def read_space(space: Mapping[str, Any], config: str | Path, overrides: Sequence[str], study: str) -> SearchSpace:
     """Parse the search space of a study file, and check that the run configuration accepts its values.
 
@@ -189,14 +194,11 @@ def read_space(space: Mapping[str, Any], config: str | Path, overrides: Sequence
       study: name of the study file in messages.
 
     Raises:
-      ConfigError: a key is unknown or fixed by an override, a range is empty, the configuration refuses its ends, or
-        an override sets `run.name`.
+      ConfigError: a key is unknown or fixed by an override, a range is empty, or the configuration refuses its ends.
     """
     tree = load_tree(config, overrides)
     config_from_tree(tree, str(config), overrides)  # raises the errors of the configuration itself
-    fixed = {override.partition("=")[0].strip() for override in overrides}
-    if "run.name" in fixed:
-        raise ConfigError(f"override run.name names no study: set name in {study}, by default the name of that file.")
+    fixed = overridden_keys(overrides)
     dimensions: dict[str, Dimension] = {}
     for key, text in space.items():
         where = f"{study}: space.{key}"

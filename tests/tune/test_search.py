@@ -53,6 +53,13 @@ def run(folder: Path, *overrides: str, said: list[str] | None = None, **keys):
     return run_study(write_config(folder), study, overrides, report=(said if said is not None else []).append)
 
 
+def test_a_name_on_the_command_line_is_the_studys(tmp_path, trials):
+    trials(LOSSES + END)
+    result = run(tmp_path, "run.name=mine", trials=1)
+    assert result.directory == tmp_path / "runs" / "mine" and result.best is not None
+    assert load_config(result.directory / "best.yaml").run.name == "mine-best"
+
+
 @pytest.mark.longer
 def test_a_study_runs_all_trials_and_writes_the_best_configuration(tmp_path, trials):
     trials(LOSSES + END)

@@ -90,12 +90,6 @@ def test_a_wrong_space_is_refused_with_its_key(config, space, said):
     assert str(error.value).startswith(f"s.yaml: space.{next(iter(space))}")
 
 
-def test_a_name_on_the_command_line_is_refused(config):
-    """A study is called after its file, so that the name would go unused."""
-    with pytest.raises(ConfigError, match=r"override run\.name names no study: set name in s\.yaml"):
-        read(config, {"optimizer.b1": [0.5, 0.6]}, "run.name=mine")
-
-
 def test_studies_of_the_documentation_are_studies(tmp_path):
     root = Path(space.__file__).parents[2]
     shown = re.findall(r"^```yml\n(.*?)^```", (root / "docs" / "tuning.md").read_text(), re.M | re.S)
