@@ -90,7 +90,8 @@ def use_tune(folder: Path) -> None:
     study = folder / "study.yaml"
     study.write_text("trials: 1\nspace:\n  optimizer.learning_rate: {low: 1.0e-4, high: 3.0e-2, log: true}\n")
     config = ROOT / "configs/quickstart.yaml"
-    jaxstack("tune", "--config", config, "--study", study, *SMALL, *text_in(folder), f"run.dir={folder}")
+    place = [f"run.dir={folder}", "run.name=tuned"]
+    jaxstack("tune", "--config", config, "--study", study, *SMALL, *text_in(folder), *place)
 
 
 def use_docs(folder: Path) -> None:

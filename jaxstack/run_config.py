@@ -26,6 +26,7 @@ from jaxstack.config.loader import (
     load_yaml,
     merge_overrides,
     merge_trees,
+    overridden_keys,
 )
 from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.data.config import DataConfig
@@ -358,7 +359,7 @@ def load_tree(
 
 def _shorten_warmup(tree: Tree, overrides: Sequence[str]) -> list[str]:
     """Shorten the warm-up to a tenth of the run if an override of `train.steps` requires it; return notes on it."""
-    given = {override.partition("=")[0].strip() for override in overrides}
+    given = overridden_keys(overrides)
     train = tree.get("train")
     schedule = tree.get("schedule")
     if "train.steps" not in given or "schedule.warmup_steps" in given or not isinstance(schedule, dict):

@@ -440,6 +440,11 @@ def _components_in(annotation: object) -> list[type[BaseModel]]:
     return [c for inner in get_args(annotation) for c in _components_in(inner)]
 
 
+def overridden_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys that `section.key=value` strings set."""
+    return {override.partition("=")[0].strip() for override in overrides}
+
+
 def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
     """Apply `section.key=value` overrides to configuration data: return a changed copy, values parsed as YAML.
 

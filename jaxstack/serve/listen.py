@@ -65,8 +65,8 @@ class Application(Protocol):
         ...
 
 
-def uvicorn_settings(server: Application) -> uvicorn.Config:
-    """Return the settings with which uvicorn serves an application, among them its limits on time."""
+def _protocol(config: ServerConfig) -> type[H11Protocol]:
+    """Return the class of connections with the limits on time of a configuration."""
 
     class Protocol(H11Protocol):
         """HTTP over one connection, closed unless the head of a request arrives, and the client reads answers, in time.
@@ -80,7 +80,7 @@ def uvicorn_settings(server: Application) -> uvicorn.Config:
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._reading = self.loop.call_later(server.config.timeout, self.transport.abort)
+            self._reading = self.loop.call_later(config.timeout, self.transport.abort)
 
         def resume_writing(self) -> None:
             super().resume_writing()
@@ -120,7 +120,7 @@ def uvicorn_settings(server: Application) -> uvicorn.Config:
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_waiting()
             elif self._timer is None:
-                self._timer = self.loop.call_later(server.config.receive_timeout, self._give_up)
+                self._timer = self.loop.call_later(config.receive_timeout, self._give_up)
 
         def _stop_waiting(self) -> None:
             if self._timer is not None:
@@ -130,9 +130,7 @@ def uvicorn_settings(server: Application) -> uvicorn.Config:
         def _give_up(self) -> None:
             part_of_a_head, _ = self.conn.trailing_data
             if part_of_a_head and not self.transport.is_closing():
-                message = (
-                    f"the head did not arrive within {server.config.receive_timeout:g} s (server.receive_timeout)."
-                )
+                message = f"the head did not arrive within {config.receive_timeout:g} s (server.receive_timeout)."
                 body = json.dumps(error_body(message, 408)).encode()
                 head = "HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-type: application/json\r\n"
                 self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -140,9 +138,14 @@ def uvicorn_settings(server: Application) -> uvicorn.Config:
                 self.transport.abort()  # to close would wait until the client reads the rest of an answer
             self.transport.close()
 
+    return Protocol
+
+
+def uvicorn_settings(server: Application) -> uvicorn.Config:
+    """Return the settings with which uvicorn serves an application, among them its limits on time."""
     return uvicorn.Config(
         server.app,
-        http=Protocol,
+        http=_protocol(server.config),
         log_level="error",  # warnings are about what clients send, such as a line for each request that is no HTTP
         access_log=False,
         proxy_headers=False,  # otherwise any process of this machine could say where its requests come from

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxstack.config.loader import dump_yaml
+from jaxstack.config.loader import dump_yaml, overridden_keys
 from jaxstack.distributed.cluster import count_gpus
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import FileLock, LockHeld, exclusive, write_file
@@ -25,7 +25,7 @@ from jaxstack.resilience.stop_request import Interrupted, StopRequest
 from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.tune.optuna_study import OptunaStudy, Outcome, TrialRecord, best_of, check_packages
 from jaxstack.tune.report import write_report
-from jaxstack.tune.space import StudyConfig, load_study, overridden_keys, read_space
+from jaxstack.tune.space import StudyConfig, load_study, read_space
 from jaxstack.tune.trial import LOG, OUTCOME
 
 _POLL_SECONDS = 0.2

@@ -11,7 +11,14 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel, Field, JsonValue, field_validator
 
 from jaxstack.config.base import Component
-from jaxstack.config.loader import Tree, build_component, drop_keys_of_replaced, load_yaml, merge_overrides
+from jaxstack.config.loader import (
+    Tree,
+    build_component,
+    drop_keys_of_replaced,
+    load_yaml,
+    merge_overrides,
+    overridden_keys,
+)
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.run_config import RunConfig, config_from_tree, load_tree
 
@@ -177,11 +184,6 @@ class SearchSpace:
         values = {key: _value_at(base, key) for key in self.dimensions}
         inside = all(dimension.contains(values[key]) for key, dimension in self.dimensions.items())
         return values if inside else None
-
-
-def overridden_keys(overrides: Sequence[str]) -> set[str]:
-    """Return the keys that `section.key=value` strings set."""
-    return {override.partition("=")[0].strip() for override in overrides}
 
 
 def read_space(space: Mapping[str, Any], config: str | Path, overrides: Sequence[str], study: str) -> SearchSpace:

@@ -61,7 +61,7 @@ def packed_matmul(
 
 
 def most_kernel_rows(weight: PackedWeight) -> int | None:
-    """Return the largest number of rows that the Triton kernel multiplies with a part of a weight; None: with no part.
+    """Return the most rows that the Triton kernel multiplies with a part of a weight; None if it takes no parts.
 
     On several devices, products of so few rows are best called inside `jax.shard_map`, for each device's part of the
     weight: XLA cannot partition the kernel. W8A8 rounds the inputs with one scale for all parts, so it has no parts.
