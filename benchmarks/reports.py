@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxstack.distributed.parent_death import die_with_parent
+
 
 def report(**event: Any) -> None:
     """Prints an event for the parent process."""
@@ -25,7 +27,10 @@ def events(command: list[str], patience: float, environment: Mapping[str, str] |
         environment: variables that are set for the process.
     """
     variables = {"PYTHONFAULTHANDLER": "1", **os.environ, **(environment or {})}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables,
+        preexec_fn=die_with_parent,  # else it would hold the GPU's memory after a benchmark that was stopped
+    )  # fmt: skip
     lines: queue.Queue[str | None] = queue.Queue()
     errors: list[str] = []
 

@@ -48,6 +48,7 @@ from benchmarks.reports import events, report
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from benchmarks.steps import run_as_command
 from benchmarks.turns import Turn, place, run_together, turns
+from jaxstack.distributed.parent_death import die_with_parent
 
 SCRIPT = "compressed_models"
 EXPECTED_TOKENS = 128
@@ -157,7 +158,7 @@ def train(folder: Path, size: Size, tokens: float, limit: float) -> float:
         f"observe.log_every={max(1, steps // 20)}",
     ]  # fmt: skip
     began = time.perf_counter()
-    with subprocess.Popen(command) as process:
+    with subprocess.Popen(command, preexec_fn=die_with_parent) as process:
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -278,7 +279,7 @@ def compare(row: Row, base: Row) -> None:
     theirs = base.get("milliseconds_by_rows", {})
     row["ms"] = ", ".join(f"{value:.3f}" for value in ours.values())
     row["speedup_by_rows"] = {rows: theirs[rows] / value for rows, value in ours.items() if rows in theirs}
-    row["speed"] = ", ".join(f"{value:.2f}" for value in row["speedup_by_rows"].values())
+    row["speed"] = ", ".join(f"{value:.2f}" for value in row["speedup_by_rows"].values()) or "not measured"
 
 
 def rows_of(recipes: list[str], command: list[str], limit: float, together: int) -> Iterator[Row]:

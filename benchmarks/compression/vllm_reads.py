@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.arguments import positive
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from benchmarks.steps import run_as_command
+from jaxstack.distributed.parent_death import die_with_parent
 
 SCRIPT = "vllm_reads"
 EXPECTED = "expected.json"
@@ -103,7 +104,8 @@ def vllm_scores(python: str, ids: Sequence[int], folders: Sequence[Path], timeou
         text.write_text(json.dumps(list(ids)), encoding="utf-8")
         said = Path(place, "said")
         with said.open("w") as file:
-            process = subprocess.Popen([python, PEER, text, *folders], stdout=file, stderr=subprocess.STDOUT)
+            command = [python, PEER, text, *folders]
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=die_with_parent)
             try:
                 process.wait(timeout)
             except subprocess.TimeoutExpired:

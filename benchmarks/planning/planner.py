@@ -41,6 +41,7 @@ from jaxstack.cost_model.forecast import Forecast, LayoutModel
 from jaxstack.cost_model.layouts import enumerate_layouts
 from jaxstack.cost_model.search import describe_degrees, search_layouts
 from jaxstack.distributed.device_setup import start_devices
+from jaxstack.distributed.parent_death import die_with_parent
 from jaxstack.launch.supervisor import count_gpus
 from jaxstack.run_config import RunConfig, load_config
 
@@ -211,7 +212,9 @@ def run_model(
         **({} if args.tiny else first_gpus(args.devices)),
         **(environment or {}),
     }
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=variables, preexec_fn=die_with_parent
+    ) as process:
         timer = threading.Timer(limit + args.grace, process.kill)
         timer.start()
         assert process.stdout is not None
