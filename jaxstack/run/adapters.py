@@ -14,7 +14,7 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import check_model
 from jaxstack.models.huggingface.peft import PEFT_CONFIG, read_peft
 from jaxstack.models.moe_layer import Experts
-from jaxstack.models.restack import restack
+from jaxstack.models.restack import Params, restack
 from jaxstack.models.transformer import Transformer
 from jaxstack.module_arrays.adapters import Adapters
 from jaxstack.parameter_paths import flatten, nest
@@ -22,23 +22,59 @@ from jaxstack.run.load import run_config
 from jaxstack.stored import StoredModel
 from jaxstack.stored.run_directory import TrainingRun
 
+_LAST_NORM = ("final_norm", "scale")
+"""Names of the scales of the norm before the head."""
 
-def read_adapter(directory: str | Path, model: ModelConfig) -> AdapterMatrices:
+
+def read_adapter(directory: str | Path, model: ModelConfig, base: Params | None = None) -> AdapterMatrices:
     """Read the adapter in a directory of PEFT, or that of a run with `adapters.rules`.
 
     Args:
       directory: the run, of whose checkpoints the newest is read, or the files of PEFT.
       model: configuration of the model that it was trained for.
+      base: parameters of this model, see `check_base`; None: they are not looked at.
 
     Raises:
       ConfigError: it is another model's, or changes more than dense layers.
       JaxstackError: the run has no checkpoint.
     """
+    if base is not None:
+        check_base(directory, base)
     unrolled = model.model_copy(update={"scan_layers": False})
     found = _read(Path(directory), unrolled)
     layers = adaptable_layers(nnx.eval_shape(lambda: Transformer(unrolled, nnx.Rngs(0))))
     check_matrices(found, sizes_of(layers), str(directory))
     return found
+
+
+def check_base(directory: str | Path, base: Params) -> None:
+    """Check that a run with adapters started from the weights that it is to be served with.
+
+    The scales of the last norm are compared, which a run with adapters keeps, and in which two trained models differ.
+    Files of PEFT have no other weights than those of adapters.
+
+    Args:
+      directory: the run, or the files of PEFT.
+      base: parameters of the served model, of which the matrices may be rounded or packed.
+
+    Raises:
+      ConfigError: the run has other weights.
+    """
+    served = flatten(base).get(_LAST_NORM)
+    path = Path(directory)
+    stored = None if (path / PEFT_CONFIG).is_file() else StoredModel.find(path)
+    if served is None or not isinstance(stored, TrainingRun):
+        return
+    shapes = flatten(stored.module.abstract_params)
+    if _LAST_NORM not in shapes:
+        return
+    wanted = np.empty(shapes[_LAST_NORM].shape, shapes[_LAST_NORM].dtype)
+    own = flatten(stored.read_arrays(nest([(_LAST_NORM, wanted)])))[_LAST_NORM]
+    if not np.array_equal(np.asarray(own).astype(served.dtype), np.asarray(served)):
+        raise ConfigError(
+            f"the adapter in {directory} was trained on other weights than those of this model: the scales of the last "
+            f"norm differ. Serve it with the model that it started from ({run_config(stored).run.init_from})."
+        )
 
 
 def _read(directory: Path, model: ModelConfig) -> AdapterMatrices:

@@ -177,7 +177,7 @@ class _Models(NamedTuple):
 
 def _load_models(args: argparse.Namespace, overrides: Sequence[str], config: ServeConfig) -> _Models:
     """Load the model and what belongs to it."""
-    from jaxstack.run.adapters import read_adapter
+    from jaxstack.run.adapters import check_base, read_adapter
     from jaxstack.run.load import find_reward_head, load, run_config
     from jaxstack.serve.chat_format import ChatFormatter
     from jaxstack.serve.pair_scores import Classifier
@@ -194,6 +194,8 @@ def _load_models(args: argparse.Namespace, overrides: Sequence[str], config: Ser
     engine = _with_places(config.engine, adapters)
     with doing("loading the model"):
         run = load(args.run, overrides, step=args.step, recipe=args.recipe, report=_report)
+        for _, directory in map(_adapter, args.adapter):
+            check_base(directory, run.parameters)
         head = find_reward_head(args.run, step=args.step)
         if not engine.adapters:  # which are those of single projections
             run.decoder.join_projections()
@@ -202,7 +204,7 @@ def _load_models(args: argparse.Namespace, overrides: Sequence[str], config: Ser
         draft = _load_draft(args.draft, run, overrides)
         engine = engine.model_copy(update={"draft_tokens": engine.draft_tokens or _DRAFT_TOKENS})
     classifier = None if head is None else Classifier(head.weights, head.encode)
-    return _Models(run, draft, classifier, adapters, read, engine)
+    return _Models(run, draft, classifier, adapters, partial(read, base=run.parameters), engine)
 
 
 def _compile(models: _Models) -> "Engine | EngineGroup":

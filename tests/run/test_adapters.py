@@ -53,6 +53,10 @@ def test_a_run_has_the_matrices_that_it_trained(tmp_path):
         read_adapter(dora, load(base).config.model)
     with pytest.raises(ConfigError, match="is neither a run with adapters nor a directory of PEFT"):
         read_adapter(base, load(base).config.model)
+    same = load(base).parameters  # in another dtype than the run's
+    assert set(read_adapter(run, load(base).config.model, same)) == set(found)
+    with pytest.raises(ConfigError, match=f"was trained on other weights .* started from \\({base}\\)"):
+        read_adapter(run, load(base).config.model, load(trained("further")).parameters)
     other = make_word_model("qwen3", tmp_path / "other")
     with pytest.raises(ConfigError, match="are of another model"):
         read_adapter(run, load(other).config.model)
