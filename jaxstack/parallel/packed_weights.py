@@ -1,7 +1,7 @@
 """Weights in few bits on a mesh: how their arrays are placed, and products in which each device reads its own part.
 
-The kernel of `packed_matmul` is one custom call, which XLA cannot partition. Products of few rows, such as those of a
-decoding step, therefore stand in a `shard_map`, where the kernel gets the part of the weight that the device stores. As
+The kernels of `packed_matmul` are custom calls, which XLA cannot partition. Their products therefore stand in a
+`shard_map`, where a kernel gets the part of the weight that the device stores. As
 with plain weights, a column-parallel product leaves its outputs split over `tensor`, and a row-parallel one leaves a
 term of the result on each device, which `sum_over_tensor` adds up. All other products are left to XLA.
 """
@@ -123,9 +123,8 @@ def _multiplies_parts(context: ShardingContext, rows: tuple[int, ...], weight: P
         return False
     whole = math.prod(rows)
     own = whole // rules.degree([axis for part in _row_spec(context, rows) for axis in axes_of(part)])
-    most = most_kernel_rows(weight)
     # Formats that round the inputs of many rows do so by the rows of the whole product, on every mesh.
-    if most is None or (whole if weight.format.weight_only != weight.format else own) > most:
+    if (whole if weight.format.weight_only != weight.format else own) > most_kernel_rows(weight):
         return False
     if any(x.shape[0] > 1 for name, x in weight.arrays.items() if weight.format.dims_of[name][0] is None):
         return False  # several lookup tables, each of which serves a range of outputs

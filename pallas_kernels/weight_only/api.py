@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.target import current_target
-from pallas_kernels.weight_only import triton, xla
+from pallas_kernels.weight_only import triton, widened, xla
 from pallas_kernels.weight_only.formats import RoundedInputFloat8Format, RoundedInputFormat
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
@@ -21,6 +21,13 @@ BACKENDS = (
         "reads the weight at the speed of the memory; for few rows",
         triton.unsupported_reason,
         triton.multiply,
+        opaque=True,
+    ),
+    Backend(
+        "widened",
+        "writes the weight in the dtype of x at the speed of the memory; for many rows",
+        widened.unsupported_reason,
+        widened.multiply,
         opaque=True,
     ),
     Backend("xla", "reads the weight as stored on GPUs; on every device", xla.unsupported_reason, xla.multiply),
@@ -60,14 +67,16 @@ def packed_matmul(
     return y.reshape(*rows, *weight.outputs)
 
 
-def most_kernel_rows(weight: PackedWeight) -> int | None:
-    """Return the most rows that the Triton kernel multiplies with a part of a weight; None if it takes no parts.
+def most_kernel_rows(weight: PackedWeight) -> float:
+    """Return the most rows that a kernel multiplies with a part of a weight; 0 if none takes parts.
 
-    On several devices, products of so few rows are best called inside `jax.shard_map`, for each device's part of the
-    weight: XLA cannot partition the kernel. W8A8 rounds the inputs with one scale for all parts, so it has no parts.
+    On several devices, products of so many rows are best called inside `jax.shard_map`, for each device's part of the
+    weight: XLA cannot partition kernels. W8A8 rounds the inputs with one scale for all parts, so it has no parts.
     """
+    if widened.unsupported_format(weight) is None:
+        return math.inf
     has_parts = not isinstance(weight.format, RoundedInputFormat) and triton.unsupported_format(weight) is None
-    return triton.most_rows(weight) if has_parts else None
+    return triton.most_rows(weight) if has_parts else 0
 
 
 def many_row_options(

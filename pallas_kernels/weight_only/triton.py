@@ -218,6 +218,15 @@ def stored_matrix(weight: PackedWeight) -> jax.Array:
     return weight.arrays["indices" if isinstance(weight.format, LookupFormat) else "q"]
 
 
+def pair_bytes(halves: jax.Array) -> jax.Array:
+    """Return the bytes of integers of 4 bits, of which XLA stores the one at the even place in the low half.
+
+    It is a change of the type alone.
+    """
+    pairs = halves.reshape(*halves.shape[:-1], halves.shape[-1] // 2, 2)
+    return jax.lax.bitcast_convert_type(pairs, jnp.int8)
+
+
 def _matrix_shape(weight: PackedWeight) -> tuple[int, int]:
     return math.prod(weight.outputs), math.prod(weight.inputs)
 
@@ -364,9 +373,7 @@ def _launch(request: PackedMatmulRequest, tile: Tile | None, groups: jax.Array |
     stored = stored_matrix(weight)
     ranges = plan.tile.ranges
     if plan.halves == 2:
-        # A change of the type alone: XLA stores the integer at the even place in the low half of a byte.
-        pairs = stored.reshape(*stored.shape[:-1], plan.inputs // 2, 2)
-        stored = jax.lax.bitcast_convert_type(pairs, jnp.int8)
+        stored = pair_bytes(stored)
     constants = weight.arrays["codebook" if plan.entries else "scales"]
     if plan.entries and plan.halves == 1:
         constants = constants.astype(x.dtype)  # The kernel rounds smaller tables itself.
@@ -450,12 +457,10 @@ def fallback_reason(request: PackedMatmulRequest) -> str | None:
     narrow = isinstance(format_, LookupFormat) or (isinstance(format_, IntegerFormat) and format_.grid.bits <= 4)
     if not narrow or isinstance(format_, RoundedInputFormat) or unsupported_target(request.target, _LEAST_CAPABILITY):
         return None
-    if request.x.shape[0] > MOST_ROWS:
-        return f"the Triton kernel takes at most {MOST_ROWS} rows: prompts and larger batches have more"
     if axes := automatic_axes():
         shown = ", ".join(f"{name}={size}" for name, size in axes.items())
         return f"it cannot partition the Triton kernel over a mesh of several devices, {shown}"
-    reason = _unsupported_shape(request)
+    reason = unsupported_format(request.weight) or unsupported_matrix(request)
     return reason and f"the Triton kernel {reason}"
 
 
@@ -478,11 +483,18 @@ def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
     weight = request.weight
     if reason := unsupported_format(weight):
         return reason
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs activations in bfloat16 or float16; got {x.dtype}"
     most = most_rows(weight)
     if not 1 <= x.shape[0] <= most:
         return f"takes 1 to {most} rows; got {x.shape[0]}"
+    return unsupported_matrix(request)
+
+
+def unsupported_matrix(request: PackedMatmulRequest) -> str | None:
+    """Return why the Triton kernels cannot read a packed weight of a known format in the dtype of x, or None."""
+    x = request.x
+    weight = request.weight
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs activations in bfloat16 or float16; got {x.dtype}"
     outputs, inputs = _matrix_shape(weight)
     least = 32 if weight.stack else 128
     if outputs % 16 or inputs % least:

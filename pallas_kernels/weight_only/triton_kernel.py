@@ -91,7 +91,7 @@ def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
 
 
 @triton.jit
-def _convert(stored, half: tl.constexpr, table, power, plan: tl.constexpr, like):
+def convert(stored, half: tl.constexpr, table, power, plan: tl.constexpr, like):
     """Return the values of stored bytes, or of their halves as in `_widen`; those of indices are in the table.
 
     With `plan.exponent_size` they are multiplied by `power`. With `plan.rounded` they stay as they are.
@@ -123,14 +123,14 @@ def _load_activations(x, place, valid, plan: tl.constexpr):
 def _add_bytes(total, stored, low, high, table, power, plan: tl.constexpr, like):
     """Add the products of stored bytes, or of both of their halves, with the activations to a sum."""
     if plan.halves == 1:
-        return tl.dot(_convert(stored, 0, table, power, plan, like), low, total, out_dtype=total.dtype)
+        return tl.dot(convert(stored, 0, table, power, plan, like), low, total, out_dtype=total.dtype)
     else:
-        total = tl.dot(_convert(stored, 1, table, power, plan, like), low, total)
-        return tl.dot(_convert(stored, 2, table, power, plan, like), high, total)
+        total = tl.dot(convert(stored, 1, table, power, plan, like), low, total)
+        return tl.dot(convert(stored, 2, table, power, plan, like), high, total)
 
 
 @triton.jit
-def _load_powers(exponents, position, output, plan: tl.constexpr, like):
+def load_powers(exponents, position, output, plan: tl.constexpr, like):
     """Return the powers of two of stored bytes at `position` in the rows `output`, in the dtype of `like`."""
     size: tl.constexpr = plan.exponent_size // plan.halves
     power = tl.load(exponents + output * (plan.inputs // plan.exponent_size) + position // size)
@@ -203,7 +203,7 @@ def product_kernel(x, q, constants, exponents, groups, out, plan: tl.constexpr):
             partial = tl.zeros([block_out, padded_rows], tl.float32)
         power = 1
         if plan.exponent_size > 0:
-            power = _load_powers(exponents, (step * width + column)[None], output[:, None], plan, x)
+            power = load_powers(exponents, (step * width + column)[None], output[:, None], plan, x)
         partial = _add_bytes(partial, stored, low, high, table, power, plan, x)
         if plan.groups > 1:
             total += partial * scale[:, None]
@@ -257,7 +257,7 @@ def sliced_product_kernel(x, q, constants, exponents, groups, out, plan: tl.cons
         power = 1
         if plan.exponent_size > 0:
             position = ((first[:, None] + step) * width + column)[:, None, :]
-            power = _load_powers(exponents, position, output[None, :, None], plan, x)
+            power = load_powers(exponents, position, output[None, :, None], plan, x)
         partial = _add_bytes(partial, stored, low, high, table, power, plan, x)
         if plan.groups > 1:
             total += partial * scale[:, :, None]

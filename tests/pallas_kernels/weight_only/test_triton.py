@@ -26,16 +26,18 @@ from pallas_kernels import (
     record_choices,
 )
 from pallas_kernels.target import Target
-from pallas_kernels.weight_only import triton
+from pallas_kernels.weight_only import triton, widened, xla
 from pallas_kernels.weight_only.api import _tell_fallback
 from pallas_kernels.weight_only.float8_products import MOST_EXACT_ROWS
 from pallas_kernels.weight_only.formats import (
+    FP4_VALUES,
     Float8Format,
     IntegerFormat,
     LookupFormat,
     LowRankFormat,
     RoundedInputFloat8Format,
     RoundedInputFormat,
+    TwoOfFourFormat,
 )
 from pallas_kernels.weight_only.packed import pack_float8, pack_integers, pack_lookup
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
@@ -187,6 +189,55 @@ def interpret_rounded(name: str) -> None:
     kernel = product_kernel if tile.slices == 1 else sliced_product_kernel
     kernel[(OUT // tile.block_out, tile.ranges)](*arrays, plan=plan)
     np.testing.assert_array_equal(out.sum(0), x.astype(np.int32) @ q.astype(np.int32).T)
+
+
+WIDENED = ("int4", "int4_sliced", "int8_sliced", "fp8", "lookup3_4", "lookup8_16", "nf4", "mxfp4", "2:4")
+"""Weights that are written for products of many rows."""
+
+
+def interpret_widening(name: str) -> None:
+    """The kernels write the values of the matrix, rounded once; scales of whole outputs are left out."""
+    from pallas_kernels.weight_only.triton_widen import widen_kernel, widen_sparse_kernel
+
+    random = np.random.default_rng(0)
+    kernel = widen_kernel
+    if name == "2:4":
+        values = random.normal(size=(OUT, IN // 2)).astype(np.float16)
+        kept = random.choice([3, 5, 6, 9, 10, 12], size=(OUT, IN // 4)).astype(np.uint8)
+        kept[:, ::7] = random.choice([1, 2, 4, 8], size=kept[:, ::7].shape)  # a value by itself is the first
+        stored = {"values": jnp.asarray(values), "kept": jnp.asarray(kept, jnp.uint4)}
+        weight = PackedWeight(stored, TwoOfFourFormat(), (IN,), (OUT,))
+        arrays = [Array(values, "fp16"), Array((kept[:, ::2] | kept[:, 1::2] << 4).view(np.int8), "i8")]
+        kernel = widen_sparse_kernel
+    elif name == "mxfp4":
+        indices = random.integers(0, 16, (OUT, IN)).astype(np.uint8)
+        table = FP4_VALUES[None]
+        exponents = random.integers(-4, 3, (OUT, IN // 32)).astype(np.int8)
+        stored = {"indices": jnp.asarray(indices, jnp.uint4), "codebook": table, "exponents": exponents}
+        weight = PackedWeight(stored, LookupFormat(4), (IN,), (OUT,))
+        q = (indices[:, ::2] | indices[:, 1::2] << 4).view(np.int8)
+        arrays = [Array(q, "i8"), Array(table, "fp32"), Array(exponents, "i8")]
+    else:
+        weight, q, constants = stored_weight(name)
+        if triton.stored_bits(make_request(np.zeros((1, IN), np.float16), weight, None)[0]) == 4:
+            q = ((q[:, 1::2] << 4) | (q[:, ::2] & 15)).astype(np.int8)
+        beside = Array(np.asarray(weight.arrays["scales"]), "fp32") if name in SCALED else constants
+        arrays = [Array(q, "fp8e4nv" if q.dtype == ml_dtypes.float8_e4m3fn else "i8"), constants, beside]
+    request, _ = make_request(np.zeros((100, IN), np.float16), weight, None)
+    plan = widened.widening_plan(request)
+    out = np.full((OUT, IN), np.nan, np.float16)
+    kernel[(OUT // plan.block_out, plan.tile.ranges)](*arrays, Array(out, "fp16"), plan=plan)
+    wanted = np.asarray(weight.dense()).T  # [out, in]
+    if not plan.scaled and "scales" in weight.arrays:
+        wanted = wanted / np.asarray(weight.arrays["scales"], np.float32)
+    # Entries of a table are rounded before they are multiplied by a scale.
+    np.testing.assert_allclose(out.astype(np.float32), wanted, rtol=2**-10 if name == "nf4" else 2**-11, atol=1e-7)
+
+
+@needs_triton
+def test_the_kernels_write_the_matrix():
+    done = run_interpreted(__spec__.name, *(f"widened {name}" for name in WIDENED))
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @needs_triton
@@ -356,7 +407,6 @@ def test_the_choice_and_its_reasons():
     zeros = dataclasses.replace(int4, arrays={**int4.arrays, "zeros": S((4096, 112), jnp.int4)})
     calls = {
         "got float32": (S((1, 14336), jnp.float32), int4),
-        "got 65": (S((65, 14336), jnp.bfloat16), int4),
         "LowRankFormat": (x, low_rank),
         "whole blocks": (x, float8(100)),
         "zero points": (x, zeros),
@@ -377,6 +427,15 @@ def test_the_choice_and_its_reasons():
             jax.eval_shape(packed_matmul, *call)
         refused = dict(choices[0].refused)
         assert choices[0].backend == ("xla" if words else "triton") and words in refused.get("triton", "")
+    written = (int4, float8(128), plain, nf4, *tables)
+    unwritten = {"zero points": zeros, "LowRankFormat": low_rank, "whole blocks": float8(100), "Float8Format": rounded}
+    unwritten["RoundedInputFormat"] = integers
+    for words, weight in (*unwritten.items(), *(("", weight) for weight in written)):
+        with lowering_platform("cuda"), record_choices() as choices:
+            jax.eval_shape(packed_matmul, S((triton.MOST_ROWS + 1, 14336), jnp.bfloat16), weight)
+        refused = dict(choices[0].refused)
+        assert choices[0].backend == ("xla" if words else "widened") and words in refused.get("widened", "")
+        assert refused["triton"]
     with pytest.raises(NotSupported, match="compute capability"):
         jax.eval_shape(lambda *call: packed_matmul(*call, implementation="triton"), x, int4)
 
@@ -394,12 +453,43 @@ def test_a_fallback_to_xla_on_a_gpu_is_told_once():
                 jax.eval_shape(packed_matmul, S((rows, 14336), jnp.bfloat16), int4)
         return [str(warning.message) for warning in found]
 
-    assert said(64) == said(65, "cpu") == []
-    (line,) = said(65)
-    assert "the Triton kernel takes at most 64 rows" in line and "0.4 to 0.65" in line
-    assert said(65) == said(4096) == []
+    assert said(64) == said(65) == said(4096) == said(1, "cpu", axes=2) == []
     (line,) = said(1, axes=2)
-    assert "over a mesh of several devices, tensor=2" in line
+    assert "over a mesh of several devices, tensor=2" in line and "0.4 to 0.65" in line
+    assert said(65, axes=2) == []
+
+
+_OTHERS = ("int8", "fp8", "nf4", "mxfp4")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "kind", ["int4", "2:4", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in _OTHERS)]
+)
+def test_compiled_for_hopper_a_weight_at_a_time_is_written_for_many_rows(kind):
+    """In both passes, with the memory of one; the gradient of a frozen weight is not computed."""
+    tables = abstract_lookup(4)
+    kept = {"values": S((4096, 14336 // 2), jnp.bfloat16), "kept": S((4096, 14336 // 4), jnp.uint4)}
+    weight = {
+        "int4": abstract(4, 128),
+        "int8": abstract(8),
+        "fp8": abstract_float8(Float8Format()),
+        "nf4": dataclasses.replace(tables, arrays={**tables.arrays, "scales": S((4096, 14336 // 64), jnp.float32)}),
+        "mxfp4": dataclasses.replace(tables, arrays={**tables.arrays, "exponents": S((4096, 14336 // 32), jnp.int8)}),
+        "2:4": PackedWeight(kept, TwoOfFourFormat(), (14336,), (4096,)),
+    }[kind]
+
+    def loss(x, weights):
+        for one in weights:
+            x = x + jnp.tile(jnp.sin(packed_matmul(x, one)), (1, 4))[:, :14336]
+        return x.astype(jnp.float32).sum()
+
+    x = S((512, 14336), jnp.bfloat16)
+    for function, count in ((loss, 3), (jax.grad(loss), 6)):
+        with lowering_platform("cuda"):
+            compiled = compile_for_hopper(function, x, (weight,) * 3, options=dict(xla.COMPILER_OPTIONS))
+        assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == count
+        assert compiled.memory_analysis().temp_size_in_bytes < 2 * 4096 * 14336 + 4 * 2 * 512 * 14336
 
 
 @needs_triton
@@ -420,5 +510,8 @@ if __name__ == "__main__":
     let_numpy_index()
     let_assembly_run()
     for case in sys.argv[1:]:
+        if case.startswith("widened "):
+            interpret_widening(case.removeprefix("widened "))
+            continue
         one = interpret_tiles if case in TILES else interpret_rounded if case in ROUNDED else interpret
         one(case)
