@@ -40,6 +40,7 @@ def widen_kernel(q, constants, exponents, out, plan: tl.constexpr):
     table = 0
     if plan.entries > 0:
         table = load_table(constants, block, plan, out)
+    scale_of = 0
     if plan.scaled:
         scale_of = (exponents if plan.entries > 0 else constants) + output // plan.scale_rows * plan.groups
     first = tl.program_id(1) * plan.steps
