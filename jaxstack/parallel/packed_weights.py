@@ -1,9 +1,9 @@
 """Weights in few bits on a mesh: how their arrays are placed, and products in which each device reads its own part.
 
 The kernels of `packed_matmul` are custom calls, which XLA cannot partition. Their products therefore stand in a
-`shard_map`, where a kernel gets the part of the weight that the device stores. As
-with plain weights, a column-parallel product leaves its outputs split over `tensor`, and a row-parallel one leaves a
-term of the result on each device, which `sum_over_tensor` adds up. All other products are left to XLA.
+`shard_map`, where a kernel gets the part of the weight that the device stores. As with plain weights, a column-parallel
+product leaves its outputs split over `tensor`, and a row-parallel one leaves a term of the result on each device, which
+`sum_over_tensor` adds up. All other products are left to XLA.
 """
 
 import dataclasses

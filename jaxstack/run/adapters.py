@@ -24,6 +24,8 @@ from jaxstack.stored.run_directory import TrainingRun
 
 _LAST_NORM = ("final_norm", "scale")
 """Names of the scales of the norm before the head."""
+_ROUNDING = 2**-7
+"""Largest change of a scale by a file in bfloat16 or a recipe for vectors in 8 bits, relative to the largest scale."""
 
 
 def read_adapter(directory: str | Path, model: ModelConfig, base: Params | None = None) -> AdapterMatrices:
@@ -38,24 +40,24 @@ def read_adapter(directory: str | Path, model: ModelConfig, base: Params | None 
       ConfigError: it is another model's, or changes more than dense layers.
       JaxstackError: the run has no checkpoint.
     """
-    if base is not None:
-        check_base(directory, base)
     unrolled = model.model_copy(update={"scan_layers": False})
     found = _read(Path(directory), unrolled)
     layers = adaptable_layers(nnx.eval_shape(lambda: Transformer(unrolled, nnx.Rngs(0))))
     check_matrices(found, sizes_of(layers), str(directory))
+    if base is not None:
+        check_base(directory, base)
     return found
 
 
 def check_base(directory: str | Path, base: Params) -> None:
     """Check that a run with adapters started from the weights that it is to be served with.
 
-    The scales of the last norm are compared, which a run with adapters keeps, and in which two trained models differ.
-    Files of PEFT have no other weights than those of adapters.
+    The scales of the last norm are compared, which a run with adapters keeps, and in which two trained models differ by
+    more than the rounding of a file or a recipe. Files of PEFT have no other weights than those of adapters.
 
     Args:
       directory: the run, or the files of PEFT.
-      base: parameters of the served model, of which the matrices may be rounded or packed.
+      base: parameters of the served model, which may be rounded or packed.
 
     Raises:
       ConfigError: the run has other weights.
@@ -69,11 +71,12 @@ def check_base(directory: str | Path, base: Params) -> None:
     if _LAST_NORM not in shapes:
         return
     wanted = np.empty(shapes[_LAST_NORM].shape, shapes[_LAST_NORM].dtype)
-    own = flatten(stored.read_arrays(nest([(_LAST_NORM, wanted)])))[_LAST_NORM]
-    if not np.array_equal(np.asarray(own).astype(served.dtype), np.asarray(served)):
+    own = np.asarray(flatten(stored.read_arrays(nest([(_LAST_NORM, wanted)])))[_LAST_NORM], np.float32)
+    if np.abs(own - np.asarray(served, np.float32)).max() > _ROUNDING * np.abs(own).max():
+        origin = run_config(stored).run.init_from
         raise ConfigError(
             f"the adapter in {directory} was trained on other weights than those of this model: the scales of the last "
-            f"norm differ. Serve it with the model that it started from ({run_config(stored).run.init_from})."
+            f"norm differ. Serve it with the model that it started from{'' if origin is None else f' ({origin})'}."
         )
 
 

@@ -28,6 +28,7 @@ BACKENDS = (
         "writes the weight in the dtype of x at the speed of the memory; for many rows",
         widened.unsupported_reason,
         widened.multiply,
+        lower_priority_reason=widened.lower_priority_reason,
         opaque=True,
     ),
     Backend("xla", "reads the weight as stored on GPUs; on every device", xla.unsupported_reason, xla.multiply),
@@ -92,11 +93,11 @@ def many_row_options(
       dtype: dtype of the activations.
       partitioned: True if XLA partitions the products of many rows over several devices.
     """
-    only_float8 = bool(weights) and not partitioned and all(_is_never_widened(weight, dtype) for weight in weights)
+    only_float8 = bool(weights) and not partitioned and all(_is_read_as_stored(weight, dtype) for weight in weights)
     return xla.FLOAT8_OPTIONS if only_float8 else {}
 
 
-def _is_never_widened(weight: PackedWeight, dtype: jax.typing.DTypeLike) -> bool:
+def _is_read_as_stored(weight: PackedWeight, dtype: jax.typing.DTypeLike) -> bool:
     """Return True if XLA multiplies with a weight in FP8 only, as the Triton kernel takes the products of few rows."""
     if not isinstance(weight.format, RoundedInputFloat8Format):
         return False

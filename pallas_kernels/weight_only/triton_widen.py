@@ -14,7 +14,7 @@ def _values(stored, half: tl.constexpr, table, power, scale, plan: tl.constexpr,
     """Return the values of stored bytes or of their halves, see `convert`, in the dtype of `like`."""
     value = convert(stored, half, table, power, plan, like)
     if plan.scaled:
-        value *= scale
+        value = (value.to(tl.float32) * scale).to(value.dtype)
     return value
 
 
@@ -53,7 +53,7 @@ def widen_kernel(q, constants, exponents, out, plan: tl.constexpr):
             power = load_powers(exponents, position[None], output[:, None], plan, out)
         scale = 1
         if plan.scaled:
-            scale = tl.load(scale_of + step * plan.block_in // plan.group_size)[:, None].to(out.dtype.element_ty)
+            scale = tl.load(scale_of + step * plan.block_in // plan.group_size)[:, None].to(tl.float32)
         if plan.halves == 1:
             tl.store(out + place, _values(stored, 0, table, power, scale, plan, out))
         else:

@@ -70,7 +70,7 @@ def products_table() -> str:
     found = {(row["work"], row["variant"], row["implementation"]): row for row in rows}
     lines = []
     for (work, variant, implementation), row in found.items():
-        if implementation != "triton":
+        if implementation == "xla":
             continue
         plain = found[work, "bf16", "xla"]
         xla = found.get((work, variant, "xla"))

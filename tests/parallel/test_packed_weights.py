@@ -182,7 +182,7 @@ def test_gradients_are_those_of_one_device():
         ({"tensor": 2}, 64, ("embed", "mlp"), "triton", None),
         ({"tensor": 2}, 64, ("mlp", "embed"), "triton", None),
         ({"tensor": 2, "data": 2}, 128, ("mlp", "embed"), "triton", None),
-        ({"tensor": 2}, 65, ("embed", "mlp"), "widened", "takes 1 to 64 rows; got 65"),
+        ({"tensor": 2}, 65, ("embed", "mlp"), "xla", "takes 1 to 64 rows; got 65"),
         ({"tensor": 2, "data": 2}, 4096, ("mlp", "embed"), "widened", "takes 1 to 64 rows; got 2048"),
         ({"tensor": 8}, 64, ("mlp", "embed"), "xla", "inputs of 128; got 256 and 64"),
         ({"fsdp": 2}, 64, ("embed", "mlp"), "xla", "cannot partition over the mesh in context (fsdp=2)"),

@@ -432,10 +432,13 @@ def test_the_choice_and_its_reasons():
     unwritten["RoundedInputFormat"] = integers
     for words, weight in (*unwritten.items(), *(("", weight) for weight in written)):
         with lowering_platform("cuda"), record_choices() as choices:
-            jax.eval_shape(packed_matmul, S((triton.MOST_ROWS + 1, 14336), jnp.bfloat16), weight)
+            for rows in (512, 511, 65):
+                jax.eval_shape(packed_matmul, S((rows, 14336), jnp.bfloat16), weight)
+        read_as_stored = "q" in weight.arrays and weight.format != Float8Format(128, 128)
+        wanted = ["xla"] * 3 if words else ["widened", *["xla" if read_as_stored else "widened"] * 2]
+        assert [choice.backend for choice in choices] == wanted
         refused = dict(choices[0].refused)
-        assert choices[0].backend == ("xla" if words else "widened") and words in refused.get("widened", "")
-        assert refused["triton"]
+        assert words in refused.get("widened", "") and refused["triton"]
     with pytest.raises(NotSupported, match="compute capability"):
         jax.eval_shape(lambda *call: packed_matmul(*call, implementation="triton"), x, int4)
 
