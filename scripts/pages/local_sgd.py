@@ -26,6 +26,14 @@ LOSS = {
     "relative to data parallelism": "{relative_loss:.3f}",
     "bytes between workers": "{relative_bytes:.3f}",
 }
+LOSS_BY_RATE = {
+    "": "{title}",
+    "learning rate": "{rate}",
+    "held-out loss": "{eval_loss:.3f}",
+    "relative to data parallelism": "{relative_loss:.3f}",
+    "to its best rate": "{to_best:.3f}",
+    "bytes between workers": "{relative_bytes:.3f}",
+}
 LOSS_SOURCE = "{steps:,} steps, {islands} workers, {device}, {date:.10}, commit {commit:.7}."
 LONG_COMMAND = "python benchmarks/distributed/islands.py --gpus --work long --methods diloco,diloco_steady"
 SPEED = {
@@ -56,6 +64,19 @@ def losses(work: str, overrides: Sequence[str] = ()) -> str:
     return methods(LOSS, LOSS_SOURCE, rows) if rows else f"Not measured yet; `{LONG_COMMAND}` measures it."
 
 
+def losses_by_rate() -> str:
+    """Return the loss of each method for learning rates, after as many steps, also relative to the best rate."""
+    found = [row for row in read_all(RESULTS / "islands.jsonl") if len(row.get("overrides", ())) == 2]
+    rows = {(row["overrides"][1], row["method"]): row for row in found if row["overrides"][0] == "train.steps=3000"}
+    best = min(row["eval_loss"] for (_, method), row in rows.items() if method == "data_parallel")
+    shown = [
+        {**row, "title": NAMES[method], "rate": rate.partition("=")[2], "to_best": row["eval_loss"] / best}
+        for (rate, method), row in rows.items()
+    ]
+    last = max(shown, key=lambda row: row["date"])
+    return f"{table_of(LOSS_BY_RATE, shown)}\n\n{LOSS_SOURCE.format_map(last)}"
+
+
 def speeds() -> str:
     """Return the speed of each method over a limited link, relative to data parallelism."""
     return methods(SPEED, SPEED_SOURCE, read_all(RESULTS / "slow_link.jsonl"))
@@ -64,5 +85,6 @@ def speeds() -> str:
 PARTS = {
     **{work: functools.partial(losses, work) for work in ("bytes", "quickstart", "long")},
     "many steps": functools.partial(losses, "bytes", ["train.steps=3000"]),
+    "rates": losses_by_rate,
 }
 PAGES = (Page("local-sgd.md", {**PARTS, "slow link": speeds}),)
