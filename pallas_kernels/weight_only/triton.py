@@ -363,6 +363,18 @@ def multiply_tiles(request: PackedMatmulRequest, groups: Int32[Array, " tiles"])
     return _launch(request, None, groups)
 
 
+def kernel_arrays(
+    weight: PackedWeight, plan: ProductPlan, dtype: jax.typing.DTypeLike
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return a weight as the kernels take it: its bytes, its scales or tables, and what belongs beside tables."""
+    stored = stored_matrix(weight)
+    constants = weight.arrays["codebook" if plan.entries else "scales"]
+    beside = weight.arrays.get("exponents", weight.arrays.get("scales", constants))
+    if plan.entries and plan.halves == 1:
+        constants = constants.astype(dtype)  # The kernels round smaller tables themselves.
+    return pair_bytes(stored) if plan.halves == 2 else stored, constants, beside
+
+
 def _launch(request: PackedMatmulRequest, tile: Tile | None, groups: jax.Array | None = None) -> jax.Array:
     from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
 
@@ -370,13 +382,8 @@ def _launch(request: PackedMatmulRequest, tile: Tile | None, groups: jax.Array |
     weight = request.weight
     out_dtype = request.out_dtype
     plan = make_plan(request, tile, 0 if groups is None else groups.shape[0])
-    stored = stored_matrix(weight)
     ranges = plan.tile.ranges
-    if plan.halves == 2:
-        stored = pair_bytes(stored)
-    constants = weight.arrays["codebook" if plan.entries else "scales"]
-    if plan.entries and plan.halves == 1:
-        constants = constants.astype(x.dtype)  # The kernel rounds smaller tables itself.
+    stored, constants, beside = kernel_arrays(weight, plan, x.dtype)
     major, minor = request.target.compute_capability or (0, 0)
     shape = (plan.all_rows, plan.outputs)
     sums, x_scales = jnp.float32, None
@@ -387,7 +394,7 @@ def _launch(request: PackedMatmulRequest, tile: Tile | None, groups: jax.Array |
         x,
         stored,
         constants,
-        weight.arrays.get("exponents", weight.arrays.get("scales", constants)),
+        beside,
         constants if groups is None else groups,
         kernel=product_kernel if plan.slices == 1 else sliced_product_kernel,
         out_shape=jax.ShapeDtypeStruct(*((shape, out_dtype) if ranges == 1 else ((ranges, *shape), sums))),

@@ -24,7 +24,7 @@ from pallas_kernels.weight_only.formats import (
 )
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import PackedMatmulRequest
-from pallas_kernels.weight_only.triton import ProductPlan, Tile, make_plan, pair_bytes, stored_matrix
+from pallas_kernels.weight_only.triton import ProductPlan, Tile, kernel_arrays, make_plan, pair_bytes
 
 _WARPS = 4
 _MOST_STEPS = 8
@@ -59,7 +59,7 @@ def lower_priority_reason(request: PackedMatmulRequest) -> str | None:
     weight = request.weight
     blocks = isinstance(weight.format, Float8Format) and weight.format.rows is not None
     if isinstance(weight.format, IntegerFormat | Float8Format) and not blocks and request.x.shape[0] < _ROWS_TO_WRITE:
-        return f"XLA reads integers and FP8 as stored, which takes no longer below {_ROWS_TO_WRITE} rows"
+        return f"integers and FP8, which XLA reads as stored, are written for {_ROWS_TO_WRITE} rows or more"
     return None
 
 
@@ -109,17 +109,12 @@ def widen(request: PackedMatmulRequest) -> tuple[Float[Array, "out in"], Float[A
     scales = None
     if isinstance(weight.format, TwoOfFourFormat):
         kernel = widen_sparse_kernel
-        arrays = [weight.arrays["values"], pair_bytes(weight.arrays["kept"])]
+        arrays = (weight.arrays["values"], pair_bytes(weight.arrays["kept"]))
     else:
         kernel = widen_kernel
-        stored = stored_matrix(weight)
-        constants = weight.arrays["codebook" if plan.entries else "scales"]
-        beside = weight.arrays.get("exponents", weight.arrays.get("scales", constants))
-        if plan.entries and plan.halves == 1:
-            constants = constants.astype(request.x.dtype)
+        arrays = kernel_arrays(weight, plan, request.x.dtype)
         if not plan.scaled and "scales" in weight.arrays:
             scales = weight.arrays["scales"][:, 0]
-        arrays = [pair_bytes(stored) if plan.halves == 2 else stored, constants, beside]
     major, minor = request.target.compute_capability or (0, 0)
     matrix = triton_call(
         *arrays,

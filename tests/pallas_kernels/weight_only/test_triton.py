@@ -39,7 +39,7 @@ from pallas_kernels.weight_only.formats import (
     RoundedInputFormat,
     TwoOfFourFormat,
 )
-from pallas_kernels.weight_only.packed import pack_float8, pack_integers, pack_lookup
+from pallas_kernels.weight_only.packed import pack_float8, pack_integers, pack_lookup, pack_nearest
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
 from pallas_kernels.weight_only.triton import Tile
 from tests.hopper import compile_for_hopper
@@ -493,6 +493,28 @@ def test_compiled_for_hopper_a_weight_at_a_time_is_written_for_many_rows(kind):
             compiled = compile_for_hopper(function, x, (weight,) * 3, options=dict(xla.COMPILER_OPTIONS))
         assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == count
         assert compiled.memory_analysis().temp_size_in_bytes < 2 * 4096 * 14336 + 4 * 2 * 512 * 14336
+
+
+@pytest.mark.parametrize("group", [None, 64])
+def test_products_and_gradients_with_a_written_weight_are_those_of_xla(group, monkeypatch):
+    """In float32, of a weight that another function than the kernel writes; the gradient of its scales too."""
+    weight = pack_nearest(Grid(8, group), 1e-3 * jax.random.normal(jax.random.key(0), (48, 128)))
+    x = jax.random.normal(jax.random.key(1), (100, 128))
+
+    def written(request: PackedMatmulRequest):
+        whole = group is None
+        matrix = request.weight.arrays["q"].astype(jnp.float32) if whole else request.weight.matrix()
+        return matrix, request.weight.arrays["scales"][:, 0] if whole else None
+
+    def loss(x, scales, multiply):
+        changed = dataclasses.replace(weight, arrays={**weight.arrays, "scales": scales})
+        y = multiply(PackedMatmulRequest(x, changed, jnp.float32, Target("cuda", (9, 0))))
+        return jnp.sum(jnp.sin(1e2 * y))
+
+    monkeypatch.setattr(widened, "widen", written)
+    value_and_gradients = jax.value_and_grad(loss, (0, 1))
+    found, expected = (value_and_gradients(x, weight.arrays["scales"], backend.multiply) for backend in (widened, xla))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), found, expected)
 
 
 @needs_triton
