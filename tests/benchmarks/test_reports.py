@@ -26,7 +26,7 @@ def test_a_process_without_a_word_is_killed_and_its_stack_is_printed(capsys):
     assert "in stuck" in capsys.readouterr().err
 
 
-def test_a_process_ends_with_a_benchmark_that_is_stopped(tmp_path):
+def test_a_process_ends_with_a_benchmark_that_is_stopped():
     child = [sys.executable, "-c", "import os, time; print('{\"pid\": %d}' % os.getpid(), flush=True); time.sleep(60)"]
     code = f"from benchmarks.reports import events\nfor event in events({child!r}, 60): print(event['pid'], flush=True)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as benchmark:
