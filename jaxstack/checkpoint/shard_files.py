@@ -25,6 +25,7 @@ import numpy as np
 from jaxstack.checkpoint import manifest
 from jaxstack.files import write_file
 from jaxstack.observe.nvml import available_bytes
+from jaxstack.transfers import Transfers
 
 SHARDS = "shards"
 """Key of the index with file and places of each array's shards."""
@@ -36,6 +37,8 @@ _PART_BYTES = 2**26
 _IN_FLIGHT = 1 / 8
 """Share of a copy on the devices that is on its way to the host, or there in pinned memory, at a time. XLA begins the
 transfer of a part after all steps that are queued by then, so that with less each step would bring only a little."""
+_BYTES_ON_THEIR_WAY = 2**30
+"""Bytes that a reader may have on their way to devices at a time, in addition to the array that it reads."""
 
 Shards = dict[str, dict[str, list[Any]]]
 """Name of an array -> place of a shard -> a copy of the shard, as parts whose bytes follow one another."""
@@ -301,10 +304,11 @@ def read(folders: Sequence[Folder], targets: Mapping[str, Any]) -> dict[str, Any
       folders: the folders.
       targets: name -> jax.ShapeDtypeStruct with a sharding, or a numpy array.
     """
-    return {name: _read_array(name, folders, target) for name, target in targets.items()}
+    transfers = Transfers(_BYTES_ON_THEIR_WAY)
+    return {name: _read_array(name, folders, target, transfers) for name, target in targets.items()}
 
 
-def _read_array(name: str, folders: Sequence[Folder], target: Any) -> Any:
+def _read_array(name: str, folders: Sequence[Folder], target: Any, transfers: Transfers) -> Any:
     pieces: dict[str, np.ndarray] = {}
     for folder in folders:
         described = folder.index[SHARDS].get(name)
@@ -315,10 +319,10 @@ def _read_array(name: str, folders: Sequence[Folder], target: Any) -> Any:
     if not isinstance(target, jax.ShapeDtypeStruct):
         return shards[places[None]].copy()
     kind = getattr(target.sharding, "memory_kind", None)
-    arrays = [
-        jax.device_put(shards[place], jax.sharding.SingleDeviceSharding(device, memory_kind=kind), may_alias=False)
-        for device, place in places.items()
-    ]
+    arrays = []
+    for device, place in places.items():
+        there = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+        arrays.append(transfers.add(jax.device_put(shards[place], there, may_alias=False)))
     return jax.make_array_from_single_device_arrays(target.shape, target.sharding, arrays)
 
 

@@ -35,14 +35,18 @@ from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, make_rules
 from jaxstack.parallel.packed_weights import place_packed
 from jaxstack.parameter_paths import nest
+from jaxstack.transfers import Transfers
 from pallas_kernels import PackedWeight
 from pallas_kernels.weight_only.packed import stack_packed
 
 Arrays = dict[str, jax.Array | PackedWeight]
 _HEAD = "lm_head.weight"
 _NOT_DIRECT = "GPUDirect Storage is not used, weights are read through host memory"
-_CHUNK_BYTES = 2**30
-"""Bytes assembled in host memory before they are copied to a device, unless a single tensor is larger."""
+_CHUNK_BYTES = 2**29
+"""Bytes assembled in host memory before they are copied to a device, unless a single tensor is larger.
+
+As many again may be on their way to devices.
+"""
 
 
 def from_huggingface(
@@ -139,14 +143,17 @@ def _read(
     files = WeightFiles(directory)
     leaves = find_leaves(config, family.tensors_in(files.shapes), family.prediction_prefix)
     quantized = check_files(files, family, config, leaves, quantization)
+    transfers = Transfers(_CHUNK_BYTES)
     found: Arrays = {}
     kept: dict[str, PackedWeight] = {}
     for leaf in leaves:
         weight = _pack(quantized, leaf) if packed else None
         if weight is None:
-            found[leaf.path] = _read_leaf(files, leaf, place(leaf), read)
+            found[leaf.path] = _read_leaf(files, leaf, place(leaf), read, transfers)
         else:
             found[leaf.path] = weight = place_packed(weight, place(leaf), transposed=leaf.is_table)
+            for array in weight.arrays.values():
+                transfers.add(array)
             kept |= dict.fromkeys(leaf.names, weight)
     if quantization is not None:
         for line in describe_quantization_differences(quantization, quantized, kept):
@@ -201,10 +208,14 @@ def _check_tied(files: WeightFiles, table: str) -> None:
 
 
 def _read_leaf(
-    files: WeightFiles, leaf: Leaf, sharding: jax.sharding.Sharding | None, read: ByteReader | None
+    files: WeightFiles,
+    leaf: Leaf,
+    sharding: jax.sharding.Sharding | None,
+    read: ByteReader | None,
+    transfers: Transfers,
 ) -> jax.Array:
     if sharding is None:
-        return _read_part(files, leaf, whole(leaf.shape), None)
+        return _read_part(files, leaf, whole(leaf.shape), None, transfers)
     places: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         cut = explicit_slices(index or (), leaf.shape) if index else whole(leaf.shape)
@@ -213,14 +224,14 @@ def _read_leaf(
     for cut, devices in places.items():
         index = [slice(*ends) for ends in cut]
         direct = None if read is None else _read_onto_device(files, leaf, index, devices[0], read)
-        first = _read_part(files, leaf, index, devices[0]) if direct is None else direct
+        first = _read_part(files, leaf, index, devices[0], transfers) if direct is None else direct
         parts += [first, *(jax.device_put(first, device) for device in devices[1:])]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
-def _read_part(files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: Any) -> jax.Array:
+def _read_part(files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: Any, transfers: Transfers) -> jax.Array:
     """Read one shard of a parameter from the files, as float32, onto a device."""
-    chunks = [jax.device_put(chunk, device) for chunk in read_chunks(files, leaf, index)]
+    chunks = [transfers.add(jax.device_put(chunk, device)) for chunk in read_chunks(files, leaf, index)]
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks)
 
 

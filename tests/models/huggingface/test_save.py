@@ -1,6 +1,7 @@
 """Exports: bit-equal to what was imported, in files of a bounded size, never over something that is there."""
 
 import json
+import math
 import re
 import tracemalloc
 from pathlib import Path
@@ -98,6 +99,22 @@ def test_a_fresh_model_comes_back_in_float32(tmp_path):
         np.testing.assert_array_equal(ours.get_value(), theirs.get_value(), err_msg=str(path))
 
 
+class _NumPyThatIsCopied:
+    """NumPy, whose empty arrays begin where the CPU backend takes no array as its own, but copies it as a GPU does.
+
+    It takes those whose address is a multiple of 64. Which are so by chance would count as read, and not as placed.
+    """
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def empty(self, shape, dtype):
+        size = math.prod(shape)
+        values = np.empty(size + 1, dtype)
+        start = int(values.ctypes.data % 64 == 0)
+        return values[start : start + size].reshape(shape)
+
+
 def test_reading_needs_less_host_memory_than_two_files(tmp_path, monkeypatch):
     """Into shards of eight devices, whose memory (here host memory too) NumPy's allocations leave out."""
     config = ModelConfig(vocab_size=512, hidden_size=256, num_layers=12, num_heads=4, intermediate_size=1024)
@@ -106,7 +123,8 @@ def test_reading_needs_less_host_memory_than_two_files(tmp_path, monkeypatch):
     largest = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     whole = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert whole > 5 * largest
-    monkeypatch.setattr(load, "_CHUNK_BYTES", largest)
+    monkeypatch.setattr(load, "_CHUNK_BYTES", largest // 2)
+    monkeypatch.setattr(load, "np", _NumPyThatIsCopied())
     mesh = make_mesh(ParallelConfig(fsdp=4, tensor=2))
     tracemalloc.start()
     found = from_huggingface(tmp_path, mesh=mesh)
