@@ -207,7 +207,7 @@ def main() -> None:
         "--turns", type=positive(int), default=5, metavar="N", help="of each format (default: %(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn (default: %(default)s)")
-    parser.add_argument("--backends", nargs="+", default=["xla", "triton", "widened"], metavar="NAME",
+    parser.add_argument("--backends", nargs="+", default=["xla", "triton", "mosaic", "widened"], metavar="NAME",
                         help="of packed_matmul (default: %(default)s)")  # fmt: skip
     parser.add_argument("--formats", nargs="+", default=[name for name in FORMATS if name != "bf16"], choices=FORMATS,
                         metavar="NAME", help="beside bf16 (default: all)")  # fmt: skip

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.target import current_target
-from pallas_kernels.weight_only import triton, widened, xla
+from pallas_kernels.weight_only import mosaic, triton, widened, xla
 from pallas_kernels.weight_only.formats import RoundedInputFloat8Format, RoundedInputFormat
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
@@ -21,6 +21,14 @@ BACKENDS = (
         "reads the weight at the speed of the memory; for few rows",
         triton.unsupported_reason,
         triton.multiply,
+        opaque=True,
+    ),
+    Backend(
+        "mosaic",
+        "converts the weight on its way to the tensor cores; for many rows, by name only until it has run on a GPU",
+        mosaic.unsupported_reason,
+        mosaic.multiply,
+        lower_priority_reason=mosaic.lower_priority_reason,
         opaque=True,
     ),
     Backend(

@@ -81,9 +81,10 @@ def _product_forward(
     return _product(out_dtype, target, x, weight), (x, weight)
 
 
-def _product_backward(
+def gradients(
     out_dtype: jax.typing.DTypeLike, target: Target, saved: tuple[jax.Array, PackedWeight], d_y: jax.Array
 ) -> tuple[jax.Array, PackedWeight]:
+    """Return the gradients of x and of the weight, for `jax.custom_vjp` of products with a packed weight."""
     x, weight = saved
     # Otherwise XLA would write the weight once, and keep it from the forward pass to the backward pass.
     weight, d_y = jax.lax.optimization_barrier((weight, d_y))
@@ -97,7 +98,7 @@ def _product_backward(
     return d_x.astype(x.dtype), backward(d_y)[0]
 
 
-_product.defvjp(_product_forward, _product_backward)
+_product.defvjp(_product_forward, gradients)
 
 
 def widen(request: PackedMatmulRequest) -> tuple[Float[Array, "out in"], Float[Array, " out"] | None]:

@@ -440,6 +440,19 @@ def test_products_with_packed_weights(kind, rows):
     assert relative(found, jnp.matmul(x.astype(jnp.float32), weight.dense(), precision="highest")) < 0.005
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4_many_outputs"])
+@pytest.mark.parametrize("rows", [65, 128, 520, 4096])
+def test_products_with_integers_that_become_numbers_in_registers(kind, rows):
+    if not on_hopper():
+        pytest.skip("the kernel is written for Hopper")
+    x = jax.random.normal(jax.random.key(0), (rows, 1024), jnp.bfloat16)
+    weight = PACKED[kind]()
+    found = jax.jit(functools.partial(packed_matmul, implementation="mosaic"))(x, weight)
+    expected = jnp.matmul(x.astype(jnp.float32), weight.dense(), precision="highest")
+    assert relative(found, expected) < 0.005
+    assert np.abs(np.asarray(found, np.float32) - np.asarray(expected)).max() < 0.02 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize(("outputs", "inputs"), [(768, 1024), (17408, 1024), (1024, 14336)])
 @pytest.mark.parametrize("rows", [1, 5, 16, 64])
 def test_products_of_integers_have_the_bits_of_xla(rows, outputs, inputs):
