@@ -25,7 +25,7 @@ import numpy as np
 from jaxstack.checkpoint import manifest
 from jaxstack.files import write_file
 from jaxstack.observe.nvml import available_bytes
-from jaxstack.transfers import Transfers
+from jaxstack.parallel.transfers import Transfers
 
 SHARDS = "shards"
 """Key of the index with file and places of each array's shards."""

@@ -34,8 +34,8 @@ from jaxstack.models.huggingface.tensors import Leaf, explicit_slices, find_leav
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, make_rules
 from jaxstack.parallel.packed_weights import place_packed
+from jaxstack.parallel.transfers import Transfers
 from jaxstack.parameter_paths import nest
-from jaxstack.transfers import Transfers
 from pallas_kernels import PackedWeight
 from pallas_kernels.weight_only.packed import stack_packed
 

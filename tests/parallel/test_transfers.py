@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jaxstack.transfers import Transfers
+from jaxstack.parallel.transfers import Transfers
 
 
 class _OnItsWay:
