@@ -244,7 +244,7 @@ def steady_speed(engine: Engine, requests: Sequence[Request]) -> float | None:
     It begins when as many prompts as there are slots have been computed, and ends when no request waits for a slot any
     more. With as many requests again as slots, and answers of equal length, that is one whole answer of each slot.
     """
-    first = sum(len(request.prompt) for request in requests[: engine.config.slots])
+    first = sum(len(request.prompt) for request in requests[: engine.slots])
     seen = list[tuple[float, int]]()
     while engine.failure is None and engine.stats.finished["length"] < len(requests):
         if engine.stats.prompt_tokens >= first and engine.waiting:

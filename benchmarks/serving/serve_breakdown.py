@@ -66,7 +66,7 @@ def time_program(
         call()
         seconds.append((time.perf_counter() - began) / CALLS)
     row = {
-        "variant": f"program: {name}, {engine.config.slots} rows", "milliseconds": 1e3 * min(seconds[1:]),
+        "variant": f"program: {name}, {engine.slots} rows", "milliseconds": 1e3 * min(seconds[1:]),
         "cached_tokens": int(rows[:, Column.START].sum()),
     }  # fmt: skip
     if jax.default_backend() != "gpu":
@@ -85,7 +85,7 @@ def time_program(
 
 def decoded_rows(engine: Engine, lengths: tuple[int, int]) -> np.ndarray:
     """Return the int32 descriptions of a row for each slot, with random lengths and pages; see `RowTable.describe`."""
-    slots = engine.config.slots
+    slots = engine.slots
     random = np.random.default_rng(0)
     rows = engine.programs.table.describe([], slots)
     width = rows.shape[1] - Column.PAGES

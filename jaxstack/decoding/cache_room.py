@@ -25,6 +25,13 @@ _AGREE_SECONDS = 3600
 """Time limit of an agreement of the processes, of which one may still read weights."""
 _LOGITS_COPIES = 3
 """Float32 arrays of the size of the logits that sampling holds at least: the logits, sorted logits and their ids."""
+_LEAST_SLOTS = 16
+_MOST_SLOTS = 512
+"""Fewest and most requests at a time where their number is chosen."""
+_TOKENS_OF_A_REQUEST = 1024
+"""Tokens, of prompt and answer, that a request is assumed to have where the number of requests is chosen."""
+_SHARE_OF_STATES = 0.5
+"""Most of the memory for pages and states that the states of so many requests may take."""
 
 
 def cache_bytes(model: ModelOnMesh, room: CacheRoom) -> int:
@@ -106,14 +113,17 @@ class CacheUnits(NamedTuple):
 
 
 def cache_units(
-    models: Sequence[ModelOnMesh], config: EngineConfig, further: Callable[[CacheRoom], int] = lambda room: 0
+    models: Sequence[ModelOnMesh],
+    config: EngineConfig,
+    slots: int,
+    further: Callable[[CacheRoom], int] = lambda room: 0,
 ) -> CacheUnits:
-    """Return the bytes of the parts of a cache; arguments as in `choose_room`.
+    """Return the bytes of the parts of a cache for `slots` requests; other arguments as in `choose_room`.
 
     Raises:
       ConfigError: a model cannot be served.
     """
-    room = CacheRoom(config.slots, token_limit(models, config), 1, config.page_size)
+    room = CacheRoom(slots, token_limit(models, config), 1, config.page_size)
     try:
         rooms = [room, room._replace(pages=2), room._replace(snapshots=1)]
         one, *larger = (sum(cache_bytes(model, small) for model in models) + further(small) for small in rooms)
@@ -121,7 +131,7 @@ def cache_units(
         raise ConfigError(str(error)) from None
     page, snapshot = (size_of - one for size_of in larger)
     kept = config.snapshots if config.snapshots is not None and config.prefix_cache else 0
-    return CacheUnits(page, snapshot, one - page + snapshot * kept, _sampling_bytes(models[0], config))
+    return CacheUnits(page, snapshot, one - page + snapshot * kept, _sampling_bytes(models[0], config, slots))
 
 
 def token_limit(models: Sequence[ModelOnMesh], config: EngineConfig) -> int:
@@ -178,7 +188,7 @@ def free_bytes(models: Sequence[ModelOnMesh], config: EngineConfig, units: Cache
 def choose_room(
     models: Sequence[ModelOnMesh], config: EngineConfig, further: Callable[[CacheRoom], int] = lambda room: 0
 ) -> CacheRoom:
-    """Choose the sizes of the cache: the token limit of a request and the number of pages that fit into device memory.
+    """Choose the sizes of the cache: requests at a time, the token limit of each, and the pages that fit into memory.
 
     Args:
       models: the model and, if there is one, its draft model, whose pages have the same numbers.
@@ -191,13 +201,14 @@ def choose_room(
     """
     context = token_limit(models, config)
     size = config.page_size
-    pages = config.pages or config.slots * -(-context // size)
-    units = cache_units(models, config, further)
+    total = usable_bytes(models[0])
+    slots = config.slots or _choose_slots(models, config, further, total)
+    pages = config.pages or slots * -(-context // size)
+    units = cache_units(models, config, slots, further)
     per_page, per_snapshot, per_slots, sampling = units
-    snapshots = config.slots if config.snapshots is None else config.snapshots
+    snapshots = slots if config.snapshots is None else config.snapshots
     if not per_snapshot or not config.prefix_cache:
         snapshots = 0
-    total = usable_bytes(models[0])
     if total is not None:
         weights = sum(model.weight_bytes for model in models)
         rest = total - weights - per_page * (config.pages or 1)
@@ -209,10 +220,10 @@ def choose_room(
                 f"engine.pages to at most {most:,}, or to null for as many as fit."
             )
         if 0 < rest < per_slots + sampling:
-            most = int(rest / (per_slots + sampling) * config.slots)
+            most = int(rest / (per_slots + sampling) * slots)
             kept = f", {snapshots:,} snapshots (engine.snapshots)" if config.snapshots and snapshots else ""
             raise ConfigError(
-                f"the states{kept} and logits of {config.slots:,} requests at a time (engine.slots) take at least "
+                f"the states{kept} and logits of {slots:,} requests at a time (engine.slots) take at least "
                 f"{byte_size(per_slots + sampling)}, but weights and cache leave {byte_size(rest)}; set "
                 f"engine.slots to at most {most:,}, or use more devices (parallel.tensor=2)."
             )
@@ -229,15 +240,38 @@ def choose_room(
         raise ConfigError(
             "the weights leave no memory for the cache of keys and values or states "
             f"(engine.memory_fraction {config.memory_fraction}); raise that fraction, or use more devices "
-            "(parallel.tensor=2)" + (f" or fewer engine.slots ({config.slots})." if per_slots else ".")
+            "(parallel.tensor=2)" + (f" or fewer engine.slots ({slots})." if per_slots else ".")
         )
-    return CacheRoom(config.slots, min(context, pages * size), pages, size, snapshots)
+    return CacheRoom(slots, min(context, pages * size), pages, size, snapshots)
 
 
-def _sampling_bytes(model: ModelOnMesh, config: EngineConfig) -> int:
+def _choose_slots(
+    models: Sequence[ModelOnMesh], config: EngineConfig, further: Callable[[CacheRoom], int], total: int | None
+) -> int:
+    """Return the number of requests that are decoded at a time if none is set; `total` as in `free_bytes`.
+
+    Steps of more rows take less time for each, up to some hundreds of rows. Where a longer request needs the pages of
+    another one, that waits.
+    """
+    if total is None or jax.default_backend() == "cpu":
+        return _LEAST_SLOTS
+    size = config.page_size
+    pages = -(-min(token_limit(models, config), _TOKENS_OF_A_REQUEST) // size)
+    slots = _MOST_SLOTS
+    while slots > _LEAST_SLOTS:
+        units = cache_units(models, config, slots, further)
+        free = free_bytes(models, config, units, total)
+        held = config.pages if config.pages is not None else free // units.page if units.page else math.inf
+        if held >= slots * pages and units.slots <= _SHARE_OF_STATES * (free + units.slots):
+            break
+        slots //= 2
+    return slots
+
+
+def _sampling_bytes(model: ModelOnMesh, config: EngineConfig, slots: int) -> int:
     """Return the bytes that sampling the tokens of one step takes at least, without the sums of a softmax."""
     vocabulary = model.config.vocab_size or 0
-    return _LOGITS_COPIES * 4 * config.slots * (1 + config.draft_tokens) * vocabulary
+    return _LOGITS_COPIES * 4 * slots * (1 + config.draft_tokens) * vocabulary
 
 
 def check_memory(model: ModelOnMesh, room: CacheRoom) -> None:

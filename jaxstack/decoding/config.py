@@ -10,8 +10,9 @@ from jaxstack.config.base import Component
 class EngineConfig(Component):
     """Configuration of the engine: limits on requests and tokens, memory of the KV cache, speculative decoding."""
 
-    slots: int = Field(default=16, ge=1)
-    """Largest number of requests that are decoded at a time; further ones wait in the queue (`queue`)."""
+    slots: int | None = Field(default=None, ge=1)
+    """Largest number of requests that are decoded at a time; further ones wait in the queue (`queue`). null: 16 on a
+    CPU, and on GPUs a power of two up to 512, with which the cache holds 1,024 tokens of each request."""
     context: int | None = Field(default=None, ge=2)
     """Largest number of tokens of a request, prompt and answer together; null: the model's max_position_embeddings
     (4096 if it has none), or as many as fit into the KV cache if that is fewer."""

@@ -128,7 +128,7 @@ class Decoder(ModelOnMesh):
             width = -(-width // 2)
         shapes = StepShapes((room.slots,), (ChunkShape(rows, width),), constant_steps=True)
         last = self._engines
-        if len(last) != count or last[0].config.slots != room.slots or last[0].context < room.length:
+        if len(last) != count or last[0].slots != room.slots or last[0].context < room.length:
             self._free_cache()
             check_memory(self, room._replace(slots=count * room.slots, pages=count * room.pages))
             config = EngineConfig(

@@ -102,6 +102,7 @@ class Engine:
         by_ngram = draft is None and not predicts
         models = [model] if draft is None else [model, draft]
         room = choose_room(models, self.config, partial(draft_cache_bytes, model) if predicts else lambda room: 0)
+        self.slots = room.slots
         self.context = room.length
         states = not all(map(shares_pages, models))
         self.pool = PagePool(
@@ -110,9 +111,9 @@ class Engine:
             cache_prefixes=self.config.prefix_cache,
             snapshots=room.snapshots if states else None,
         )
-        steps = shapes or _choose_shapes(self.config)
+        steps = shapes or _choose_shapes(self.config, room.slots)
         self.scheduler = Scheduler(
-            self.config.slots,
+            room.slots,
             self.context,
             steps.chunks,
             self.pool,
@@ -322,7 +323,7 @@ class Engine:
     @property
     def most_requests(self) -> int:
         """Limit on the number of requests that run or wait at the same time."""
-        return self.config.queue + self.config.slots
+        return self.config.queue + self.slots
 
     @property
     def state(self) -> EngineState:
@@ -547,10 +548,9 @@ def _check_models(
         raise ConfigError("an engine supports only parallel.tensor, and `open_engine` data; set fsdp and expert to 1.")
 
 
-def _choose_shapes(config: EngineConfig) -> StepShapes:
-    """Return the shapes of the steps of an engine of this configuration."""
-    chunks = chunk_shapes(config.chunk, config.slots, config.step_tokens)
-    return StepShapes(decode_batch_sizes(config.slots), chunks)
+def _choose_shapes(config: EngineConfig, slots: int) -> StepShapes:
+    """Return the shapes of the steps of an engine of this configuration, for `slots` requests at a time."""
+    return StepShapes(decode_batch_sizes(slots), chunk_shapes(config.chunk, slots, config.step_tokens))
 
 
 def _chooses_drafts(config: EngineConfig, steps: StepShapes) -> bool:

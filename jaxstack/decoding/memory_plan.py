@@ -34,7 +34,7 @@ def describe_memory(model: ModelOnMesh, config: EngineConfig, draft: ModelOnMesh
     predicts = draft is None and predicts_tokens(model, config)
     further = partial(draft_cache_bytes, model) if predicts else lambda room: 0
     room = choose_room(models, config, further)
-    units = cache_units(models, config, further)
+    units = cache_units(models, config, room.slots, further)
     tokens = room.pages * room.page_size
     kept = 0 if config.snapshots is not None else room.snapshots * units.snapshot
     rows = [("weights", model.weight_bytes, "with places of adapters" if config.adapters else "")]

@@ -149,7 +149,6 @@ class Runner:
     ):
         self.programs = programs
         self._row_counts = row_counts
-        self._slots = config.slots
         self._stats = stats
         self._kinds = kinds
         self.compiled: set[StepKind] | None = None
@@ -213,7 +212,7 @@ class Runner:
         for drafts in self._kinds:
             for adapted in (False, True)[: 1 + self.programs.adapts]:
                 found += [StepKind(drafts, count, None, adapted) for count in self._row_counts]
-                found += [StepKind(drafts, self._slots, shape, adapted) for shape in shapes]
+                found += [StepKind(drafts, self.programs.slots, shape, adapted) for shape in shapes]
                 found += [StepKind(drafts, 0, shape, adapted) for shape in alone if not drafts]
         return found
 
@@ -240,7 +239,7 @@ class Runner:
           page: number of an allocated KV-cache page; timing overwrites it, and the states of the last slot.
           slowdown: duration of a step with chunks, relative to one without, above which it is too slow.
         """
-        rows = self.programs.table.describe([], self._slots)
+        rows = self.programs.table.describe([], self.programs.slots)
         decode = seconds_of(lambda: self._run_empty(rows, None, None, drafts=self._kinds[0]))
         chunks = dict[float, dict[ChunkShape, float]]()
         for depth in timed_depths(self.programs.room.length):
@@ -298,7 +297,7 @@ class Runner:
 
     def _time_chunks(self, shape: ChunkShape, chunks: Int[np.ndarray, "Q columns"]) -> float:
         """Return the seconds of a step of all batch slots and these rows of prompt chunks."""
-        rows = self.programs.table.describe([], self._slots)
+        rows = self.programs.table.describe([], self.programs.slots)
         tokens = pad_chunks([], shape)
         return seconds_of(lambda: self._run_empty(rows, chunks, tokens, drafts=self._kinds[0]))
 
@@ -352,7 +351,7 @@ class Runner:
 
     def _put_newest(self, rows: Sequence[Row]) -> None:
         """Tell the programs the newest token of each row: after drafts only the host knows which were accepted."""
-        tokens = np.zeros(self._slots, np.int32)
+        tokens = np.zeros(self.programs.slots, np.int32)
         for row in rows:
             tokens[row.request.slot] = row.request.tokens[-1]
         self.programs.put_newest(tokens)
@@ -415,9 +414,9 @@ class Runner:
     def _row_count(self, plan: StepPlan) -> int:
         """Return the compiled batch size to which the decoded sequences of a step are padded."""
         if plan.shape is not None:
-            return 0 if plan.alone else self._slots
+            return 0 if plan.alone else self.programs.slots
         counts = (count for count in self._row_counts if count >= len(plan.decoded))
-        return next((count for count in counts if self.has_compiled(StepKind(plan.drafts, count))), self._slots)
+        return next((count for count in counts if self.has_compiled(StepKind(plan.drafts, count))), self.programs.slots)
 
     def _run_steps(self, plan: StepPlan) -> Int[Array, "steps rows ..."]:
         rows = self.programs.table.describe(plan.decoded, self._row_count(plan))

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 _SHORT = 64
 """Width of the rows for short prompts and the ends of long ones."""
+_MANY_ROWS = 256
+"""Decoded rows from which on products, and not the reading of weights, take most of a GPU's time for a step."""
 
 
 class ChunkShape(NamedTuple):
@@ -121,9 +123,12 @@ def widest_shapes(shapes: Sequence[ChunkShape]) -> list[ChunkShape]:
 def decode_batch_sizes(slots: int) -> tuple[int, ...]:
     """Return the decode batch sizes to compile, smallest first: `slots`, a quarter of it and so on, down to 2.
 
-    A single row is padded to two, which is faster on a GPU; see `Decoder`.
+    Below many slots comes their half: the time of a step then grows with its rows, padding included. A single row is
+    padded to two, which is faster on a GPU; see `Decoder`.
     """
     counts = [slots]
+    if slots >= _MANY_ROWS:
+        counts.append(-(-slots // 2))
     while counts[-1] > 2:
         counts.append(max(2, -(-counts[-1] // 4)))
     return tuple(reversed(counts))

@@ -150,6 +150,7 @@ class Sampler:
         self._size = size
         replicas = self._rules.mesh.shape["data"]
         slots = -(-config.slots // replicas) if config.slots else min(-(-size.answers // replicas), _MOST_SLOTS)
+        self._slots = slots
         self._engine_config = EngineConfig(
             slots=slots,
             context=size.context,
@@ -332,7 +333,7 @@ class Sampler:
 
     def _step_shapes(self) -> StepShapes:
         """Return the shapes of an engine's steps: all answers or, at the end, a quarter; many prompts at a time."""
-        slots = self._engine_config.slots
+        slots = self._slots
 
         def rows_of(width: int) -> int:
             return min(slots, max(1, _STEP_TOKENS // width))
@@ -356,7 +357,7 @@ class Sampler:
         if not self._shares:
             return []
         numbers: dict[tuple[int, ...], int] = {}
-        for number in left[: self._engine_config.slots]:
+        for number in left[: self._slots]:
             numbers.setdefault(tuple(prompts[number]), number)
         return [*numbers.values()] if len(numbers) < len(left) else []
 

@@ -163,7 +163,7 @@ def _for_each_group(model: PipelineDecoder, config: EngineConfig) -> EngineConfi
     room = choose_room([model], config)
     groups = model.groups
     sizes = {
-        "slots": -(-config.slots // groups),
+        "slots": -(-room.slots // groups),
         "pages": max(1, room.pages // groups),
         "snapshots": -(-room.snapshots // groups),
         "decode_steps": 1,

@@ -55,6 +55,32 @@ def test_more_requests_than_fit_are_refused_with_the_largest_number_that_fits(mo
         cache_room.choose_room([model], EngineConfig(slots=most + 5))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "config", "expected"),
+    [
+        (600_000, EngineConfig(context=4096), 512),
+        (512 * 1024, EngineConfig(context=4096), 512),
+        (512 * 1024 - 1, EngineConfig(context=4096), 256),
+        (40_000, EngineConfig(context=4096), 32),
+        (40_000, EngineConfig(context=256), 128),
+        (100, EngineConfig(context=4096), 16),
+        (600_000, EngineConfig(context=4096, pages=4096), 64),
+        (600_000, EngineConfig(context=4096, slots=3), 3),
+    ],
+)
+def test_requests_at_a_time_follow_from_the_memory_of_gpus(monkeypatch, tokens, config, expected):
+    """With so many tokens in the cache of a GPU, 1,024 of each request; a CPU has 16 whatever its memory."""
+    model = open_tiny()
+    model.context_length = None
+    page = cache_room.cache_units([model], config, 1).page
+    total = model.weight_bytes + tokens * page // config.page_size
+    monkeypatch.setattr(cache_room, "memory_per_device", lambda: 2 * total + 2**30)
+    monkeypatch.setattr(cache_room, "free_bytes", lambda models, config, units, total: tokens / 16 * units.page)
+    assert cache_room.choose_room([model], config).slots == (config.slots or 16)
+    monkeypatch.setattr(cache_room.jax, "default_backend", lambda: "gpu")
+    assert cache_room.choose_room([model], config).slots == expected
+
+
 def test_few_requests_leave_the_cache_its_share(monkeypatch):
     model = open_tiny()
     monkeypatch.setattr(cache_room, "memory_per_device", lambda: model.weight_bytes + 500_000)

@@ -192,6 +192,7 @@ class Echo(Engine):
 
     def __init__(self):
         self.stop_tokens = frozenset({256})
+        self.slots = 16
         self.context = 256
         self.config = EngineConfig(queue=48)
         self.failure = None

@@ -51,7 +51,7 @@ def test_answers_and_scores_are_those_of_one_device(name, tensor):
 
     whole, pipeline = open_both(name, tensor)
     served = open_engine(pipeline, SETTINGS, warm_up=(name, tensor) == ("plain", 1))
-    assert isinstance(served, EngineGroup) and [engine.config.slots for engine in served.engines] == [2, 2]
+    assert isinstance(served, EngineGroup) and [engine.slots for engine in served.engines] == [2, 2]
     answers, scores, pooled = ask(served)
     wanted, wanted_scores, wanted_pooled = ask(open_engine(whole, SETTINGS, warm_up=False))
     assert answers == wanted and len(scores) == len(asked[1]) - 1

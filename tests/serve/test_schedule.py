@@ -408,6 +408,7 @@ def test_shapes_have_room_for_every_budget():
         decode_batch_sizes(64) == (2, 4, 16, 64)
         and decode_batch_sizes(1) == (1,)
         and decode_batch_sizes(10) == (2, 3, 10)
+        and decode_batch_sizes(512) == (2, 4, 16, 64, 256, 512)
     )
 
 
