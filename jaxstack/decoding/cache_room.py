@@ -1,15 +1,16 @@
 """The engine's cache of keys, values and states: its shapes, its bytes, and how much of it fits the devices' memory."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jaxtyping import Array, Int, PyTree
 
 from jaxstack.decoding.config import EngineConfig
-from jaxstack.decoding.decode import ModelOnMesh, Params
+from jaxstack.decoding.decode import ModelOnMesh, Params, copies_on_devices
 from jaxstack.decoding.rows import Pages
 from jaxstack.distributed.coordination import all_gather
 from jaxstack.distributed.device_setup import memory_per_device
@@ -20,6 +21,10 @@ from jaxstack.observe.number_format import byte_size
 from jaxstack.observe.nvml import available_bytes
 from jaxstack.parallel.sharding_context import logical_axis_rules
 
+MakeCache: TypeAlias = Callable[[ModelOnMesh, Params, Params, CacheRoom], Any]
+"""(model, params, non_params, room) -> an empty cache, a tree of arrays. Traceable."""
+
+_known_copies = weakref.WeakKeyDictionary[ModelOnMesh, dict[MakeCache, list[int]]]()
 _DEFAULT_CONTEXT = 4096
 _AGREE_SECONDS = 3600
 """Time limit of an agreement of the processes, of which one may still read weights."""
@@ -34,10 +39,36 @@ _SHARE_OF_STATES = 0.5
 """Most of the memory for pages and states that the states of so many requests may take."""
 
 
-def cache_bytes(model: ModelOnMesh, room: CacheRoom) -> int:
-    """Return the size in bytes of a model's cache, summed over all layers and devices."""
-    made = cache_shapes(model, room)
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
+def cache_bytes(model: ModelOnMesh, room: CacheRoom, make: MakeCache | None = None) -> int:
+    """Return the bytes of a cache in device memory, summed over all layers and devices.
+
+    Arrays without heads, such as latents, are on every device of `tensor`, and count for each.
+
+    Args:
+      model: the model.
+      room: the size of the cache.
+      make: makes another cache than `make_cache`.
+    """
+    make = make or make_cache
+    shapes = jax.eval_shape(lambda *arrays: make(model, *arrays, room), model.params, model.non_params)
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes)]
+    return sum(size * copies for size, copies in zip(sizes, _device_copies(model, make, len(sizes)), strict=True))
+
+
+def _device_copies(model: ModelOnMesh, make: MakeCache, count: int) -> list[int]:
+    """Return how many times the devices together hold each of the `count` arrays of a cache, whatever its size."""
+    if model.rules.mesh.size == 1:
+        return [1] * count
+    known = _known_copies.setdefault(model, {})
+    if make not in known:
+        # Only XLA knows how what is not constrained is laid out. Without the weights, which are no input of zeros.
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (model.params, model.non_params))
+        made = jax.jit(lambda *arrays: make(model, *arrays, CacheRoom(1, 1, 1, 1)))
+        with jax.set_mesh(model.rules.mesh):
+            lowered = made.lower(*abstract)
+            shapes, shardings = map(jax.tree.leaves, (lowered.out_info, lowered.compile().output_shardings))
+        known[make] = [copies_on_devices(x.shape, y) for x, y in zip(shapes, shardings, strict=True)]
+    return known[make]
 
 
 def shares_pages(model: ModelOnMesh) -> bool:

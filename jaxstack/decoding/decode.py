@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,16 @@ DECODING_LAYOUT = StepLayout(peer_sums="auto")
 """Choices of parallelism for inference."""
 _BLOCK = 64
 """Unit of padding: rows are padded to this many tokens times a power of two, so that few shapes are compiled."""
+
+
+def copies_on_devices(shape: Sequence[int], sharding: jax.sharding.Sharding) -> int:
+    """Return how many times the devices together hold an array of this shape and sharding."""
+    return len(sharding.device_set) * math.prod(sharding.shard_shape(tuple(shape))) // max(1, math.prod(shape))
+
+
+def bytes_on_devices(x: jax.Array) -> int:
+    """Return the bytes of an array in device memory, summed over its devices."""
+    return device_bytes(x) * copies_on_devices(x.shape, x.sharding)
 
 
 def has_many(rows: int) -> bool:
@@ -112,8 +123,8 @@ class ModelOnMesh:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that the weights take in device memory, summed over all devices."""
-        return sum(map(device_bytes, jax.tree.leaves((self.params, self.non_params))))
+        """Bytes that the weights take in device memory, summed over all devices; what is replicated counts for each."""
+        return sum(map(bytes_on_devices, jax.tree.leaves((self.params, self.non_params))))
 
     def unload(self) -> None:
         """Free the memory of the parameters until `load` is called again."""

@@ -8,7 +8,6 @@ draft model, so that the text has the distribution of the model alone.
 Dims: S slots, R rows, D tokens per row (the newest and its drafts), Q chunks, C their width, M model, V vocabulary.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxstack.decoding.cache_room import cache_bytes
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.draft_model import DraftPrograms
@@ -188,8 +188,7 @@ def predicts_tokens(model: ModelOnMesh, config: EngineConfig) -> bool:
 
 def draft_cache_bytes(model: ModelOnMesh, room: CacheRoom) -> int:
     """Return the size in bytes of the prediction layer's cache, summed over all devices."""
-    made = jax.eval_shape(lambda params, rest: _make_cache(model, params, rest, room), model.params, model.non_params)
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
+    return cache_bytes(model, room, _make_cache)
 
 
 def _make_cache(model: ModelOnMesh, params: PyTree, non_params: PyTree, room: CacheRoom) -> LayerCache:

@@ -13,13 +13,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxstack.decoding.decode import DECODING_LAYOUT, Params, cast_shapes
+from jaxstack.decoding.decode import DECODING_LAYOUT, Params, bytes_on_devices, cast_shapes
 from jaxstack.decoding.parted import PartedDecoder
 from jaxstack.errors import ConfigError
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.parallel.sharding_context import StepLayout
-from pallas_kernels.weight_only.packed import device_bytes
 
 _ENTRY = ("embedding", "position_embedding")
 """Parameters that the first stage needs beside its layers."""
@@ -136,12 +135,12 @@ class PipelineDecoder(PartedDecoder):
         weights = Counter[jax.Device]()
         for x in self._stored:
             for device in x.sharding.device_set:
-                weights[device] += device_bytes(x) // len(x.sharding.device_set)
+                weights[device] += bytes_on_devices(x) // len(x.sharding.device_set)
         return min(counts.total() / len(counts) / max(counts.values()) for counts in (layers, weights))
 
     @property
     def weight_bytes(self) -> int:
-        return sum(map(device_bytes, self._stored))
+        return sum(map(bytes_on_devices, self._stored))
 
     @property
     def _stored(self) -> list[jax.Array]:

@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from jaxstack.decoding import cache_room
@@ -11,9 +12,11 @@ from jaxstack.decoding.cache_room import cache_bytes
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.engine import Engine
 from jaxstack.errors import ConfigError, JaxstackError
-from tests.serve.tiny import open_tiny
+from jaxstack.models import ModelConfig
+from tests.serve.tiny import CONFIG, open_tiny
 
 MEMORY = 4_000_000
+LATENT = {"name": "latent", "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 
 
 def model_on(devices: int, *, several_processes: bool = False) -> Any:
@@ -79,6 +82,28 @@ def test_requests_at_a_time_follow_from_the_memory_of_gpus(monkeypatch, tokens, 
     assert cache_room.choose_room([model], config).slots == (config.slots or 16)
     monkeypatch.setattr(cache_room.jax, "default_backend", lambda: "gpu")
     assert cache_room.choose_room([model], config).slots == expected
+
+
+@pytest.mark.parametrize("attention", [None, LATENT])
+def test_what_every_device_holds_counts_for_each(monkeypatch, attention):
+    """With latents, which tensor parallelism does not split, a cache of both devices' memory would not fit on one."""
+    settings = CONFIG.model_dump() | ({} if attention is None else {"attention": attention, "num_kv_heads": None})
+    config = ModelConfig.model_validate(settings)
+    model = open_tiny(config=config, tensor=2)
+    on_device = [_bytes_on(device, (model.params, model.non_params)) for device in jax.devices()[:2]]
+    assert model.weight_bytes == sum(on_device)
+    monkeypatch.setattr(cache_room, "memory_per_device", lambda: MEMORY)
+    engine = Engine(model, EngineConfig(slots=500, page_size=8), vocab_size=257, warm_up=False, start=False)
+    engine.programs.allocate()
+    share = (0.9 * 2 * MEMORY - model.weight_bytes) / 4  # half, on a CPU, for each device
+    for device in jax.devices()[:2]:
+        used = _bytes_on(device, engine.programs._pages)
+        assert 0.95 * share < used <= share
+
+
+def _bytes_on(device, arrays) -> int:
+    shards = [shard for x in jax.tree.leaves(arrays) for shard in x.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 
 def test_few_requests_leave_the_cache_its_share(monkeypatch):
