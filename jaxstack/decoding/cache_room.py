@@ -50,7 +50,7 @@ def cache_bytes(model: ModelOnMesh, room: CacheRoom, make: MakeCache | None = No
       make: makes another cache than `make_cache`.
     """
     make = make or make_cache
-    shapes = jax.eval_shape(lambda *arrays: make(model, *arrays, room), model.params, model.non_params)
+    shapes = jax.eval_shape(lambda params, rest: make(model, params, rest, room), model.params, model.non_params)
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes)]
     return sum(size * copies for size, copies in zip(sizes, _device_copies(model, make, len(sizes)), strict=True))
 
@@ -63,7 +63,7 @@ def _device_copies(model: ModelOnMesh, make: MakeCache, count: int) -> list[int]
     if make not in known:
         # Only XLA knows how what is not constrained is laid out. Without the weights, which are no input of zeros.
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (model.params, model.non_params))
-        made = jax.jit(lambda *arrays: make(model, *arrays, CacheRoom(1, 1, 1, 1)))
+        made = jax.jit(lambda params, rest: make(model, params, rest, CacheRoom(1, 1, 1, 1)))
         with jax.set_mesh(model.rules.mesh):
             lowered = made.lower(*abstract)
             shapes, shardings = map(jax.tree.leaves, (lowered.out_info, lowered.compile().output_shardings))

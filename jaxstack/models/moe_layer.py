@@ -101,10 +101,10 @@ class MoE(nnx.Module):
         inner = make_initializer(config)
         outer = make_initializer(config, residual=True)
         self.router = Router(config, moe, rngs)
-        into = (e, d, f), ("expert", "embed", "mlp"), inner, rngs, moe.expert_bias
+        into = (e, d, f), ("expert", "embed", "expert_mlp"), inner, rngs, moe.expert_bias
         self.up_proj = Experts(*into)
         self.gate_proj = Experts(*into) if config.mlp == "gated" else None
-        self.down_proj = Experts((e, f, d), ("expert", "mlp", "embed"), outer, rngs, moe.expert_bias)
+        self.down_proj = Experts((e, f, d), ("expert", "expert_mlp", "embed"), outer, rngs, moe.expert_bias)
         shared = config.model_copy(update={"intermediate_size": moe.n_shared_experts * f})
         self.shared_experts = MLPS[config.mlp](shared, rngs) if moe.n_shared_experts else None
         self.shared_gate = SharedGate(config, rngs) if moe.shared_expert_gate else None
@@ -173,15 +173,18 @@ class MoE(nnx.Module):
         if "down_bias" in kernels:
             kernels["down_bias"] = kernels["down_bias"] / split.summed
         tokens = math.prod(shape[:2])
+        devices = moe.num_experts // kernels["up"].shape[0]
+        chosen = routing.experts.reshape(tokens, -1)
+        if split.expert_axis is not None:
+            chosen = _own_experts(chosen, kernels["up"].shape[0], split.expert_axis)
         arrays = (
             x.reshape(tokens, shape[2]),
-            routing.experts.reshape(tokens, -1),
+            chosen,
             self._weights(routing, parameters).reshape(tokens, -1),
             kernels,
         )
-        devices = moe.num_experts // kernels["up"].shape[0]
         fp8 = bool(self._in_fp8)
-        if devices == 1:
+        if devices == 1 or split.expert_axis is not None:
             y = compute_on_this_device(self._compute, *arrays, fp8=fp8)
         else:
             limited = moe.capacity_factor is not None and not decoding
@@ -274,6 +277,12 @@ class MoE(nnx.Module):
     @property
     def _in_fp8(self) -> set[str]:
         return {name for name, module in self._projections.items() if module.fp8}
+
+
+def _own_experts(experts: Int[Array, "t k"], count: int, axis: str) -> Int[Array, "t k"]:
+    """Return the numbers of experts among the `count` of this device of `axis`; of the others, `count`."""
+    own = experts - jax.lax.axis_index(axis) * count
+    return jnp.where((own >= 0) & (own < count), own, count)
 
 
 def _widened(a: Float[Array, "G D r"], b: Float[Array, "G r F"]) -> tuple[jax.Array, jax.Array]:

@@ -73,6 +73,36 @@ def layout_problems(model: ModelDims, parallel: ParallelConfig, train: TrainConf
     return problems or (_pipeline_problems(model, parallel, train) if parallel.pipeline > 1 else [])
 
 
+def serving_problems(model: ModelDims, parallel: ParallelConfig) -> list[str]:
+    """Return a message for each validity rule that a server's layout breaks, in which axes are joined to `tensor`.
+
+    Args:
+      model: the dimensions that the degrees must divide.
+      parallel: as the user gives it, see `serving_degrees`.
+    """
+    joined = serving_degrees(parallel)
+    problems = _tensor_problems(model, joined)
+    if parallel.expert == 1:
+        problems += _expert_problems(model, joined)
+    elif model.moe is not None and model.moe.num_experts % joined.tensor:
+        problems.append(
+            f"model.moe.num_experts ({model.moe.num_experts}) must be divisible by their number; numbers that fit: "
+            f"{_show(_divisors(model.moe.num_experts))}."
+        )
+    prefix = f"a server splits layers over all {joined.tensor} devices of parallel.tensor, fsdp and expert: "
+    return [prefix + problem for problem in problems]
+
+
+def serving_degrees(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the degrees of a server, whose devices of `fsdp` and `expert` split all layers as those of `tensor` do.
+
+    Every step needs all weights, so that gathering them would take longer than the step; and its few tokens are on all
+    devices. What `expert` above 1 changes is that experts stay whole.
+    """
+    devices = parallel.tensor * parallel.fsdp * parallel.expert
+    return parallel.model_copy(update={"tensor": devices, "fsdp": 1, "expert": 1})
+
+
 def suggest_layout(
     parallel: ParallelConfig, problems: Callable[[ParallelConfig], Sequence[str]], devices: int | None = None
 ) -> str | None:

@@ -29,6 +29,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "expert_mlp": ("tensor",),
     "embed": WEIGHT_AXES,
     "head_dim": (),
     "position": (),
@@ -38,6 +39,8 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "rank": (),
     "layers": ("pipeline",),
 }
+WHOLE_EXPERTS: dict[str, tuple[str, ...]] = {"expert": ("tensor",), "expert_mlp": ()}
+"""Rules by which each device of `tensor` has some of the experts, and these whole, where all have the same tokens."""
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "length": ("context",),

@@ -268,6 +268,8 @@ class TokenSplit(NamedTuple):
     """Mesh axes over which sequences are split."""
     summed: int = 1
     """Number of devices whose results for the same tokens are summed, each from its part of the experts' width."""
+    expert_axis: str | None = None
+    """Mesh axis whose devices have the same tokens and some of the experts each; their results are summed."""
 
 
 Sums = TypeVar("Sums")
@@ -291,8 +293,9 @@ def with_local_tokens(
 ) -> tuple[jax.Array, Sums, Kept]:
     """Apply a mixture of experts inside a `shard_map`, on each device's tokens with the experts that it stores.
 
-    Parameters stay sharded over `expert`, and along `mlp` over `tensor`; they are gathered over the `weight_axes`.
-    The devices of `tensor` get the same tokens, and their results are summed.
+    Parameters stay sharded over `expert`, and along `expert_mlp` over `tensor`; they are gathered over the
+    `weight_axes`. The devices of `tensor` get the same tokens, and their results are summed. With the rules
+    `WHOLE_EXPERTS` each of these has some of the experts instead of a part of all.
 
     Args:
       function: returns (the results [B, T, D] of its tokens, a tree of sums, a tree of other arrays of its tokens). The
@@ -354,7 +357,9 @@ class _Layout(NamedTuple):
     sequence: tuple[str, ...]
     """Axes over which the function's tokens are split along the length."""
     partial_sums: bool
-    """True if experts are split along `tensor`, so that the results of its devices must be summed."""
+    """True if experts, or the width of each, are split along `tensor`, whose devices' results are then summed."""
+    whole_experts: bool
+    """True if it is the experts, and not the width of each."""
     weight_axes: tuple[str, ...]
     """Axes over which parameters are gathered."""
 
@@ -377,13 +382,18 @@ class _Layout(NamedTuple):
             )
         }
         named = {name: names for name, (_, names) in parameters.items()}
-        summed = any(
-            axis == "mlp" and "tensor" in axes_of(part)
+        on_tensor = {
+            axis
             for name in named
             for axis, part in zip(named[name], specs[name], strict=True)
-        )
+            if "tensor" in axes_of(part)
+        }
+        whole = "expert" in on_tensor
+        summed = whole or "expert_mlp" in on_tensor
         tokens = PartitionSpec(batch or None, residual or None, None)
-        return cls(free, tokens, specs, named, (*batch, *kept), gathered, (*kept, *manual), summed, rules.weight_axes)
+        split = (*batch, *kept)
+        sequence = (*kept, *manual)
+        return cls(free, tokens, specs, named, split, gathered, sequence, summed, whole, rules.weight_axes)
 
 
 def _local(
@@ -407,13 +417,17 @@ def _local(
         parameters[name] = value
     if layout.gathered:
         tokens = jax.tree.map(lambda x: jax.lax.all_gather(x, layout.gathered, axis=1, tiled=True), tokens)
-    summed = jax.lax.axis_size("tensor") if layout.partial_sums else 1
+    split = TokenSplit(
+        layout.sequence,
+        summed=jax.lax.axis_size("tensor") if layout.partial_sums and not layout.whole_experts else 1,
+        expert_axis="tensor" if layout.whole_experts else None,
+    )
 
     def own_rows(x: jax.Array) -> jax.Array:
         rows = x.shape[1] // jax.lax.axis_size(layout.gathered)
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(layout.gathered) * rows, rows, axis=1)
 
-    out, shares, kept = function(tokens, parameters, TokenSplit(layout.sequence, summed))
+    out, shares, kept = function(tokens, parameters, split)
     if layout.partial_sums and "tensor" in layout.gathered:
         out = jax.lax.psum_scatter(out, "tensor", scatter_dimension=1, tiled=True)
     elif layout.partial_sums:

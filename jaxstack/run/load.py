@@ -144,6 +144,7 @@ def load(
     *,
     step: int | None = None,
     recipe: str | Recipe | None = None,
+    serving: bool = False,
     report: Callable[[str], None] = warnings.warn,
 ) -> Run:
     """Load a trained run or a Hugging Face checkpoint for text generation and evaluation tasks.
@@ -154,6 +155,8 @@ def load(
       step: step of the checkpoint to load; default: the newest.
       recipe: recipe of `jaxstack compress` without calibration, by its name or its YAML file, by which the weights are
         compressed while they are loaded; default: they are not.
+      serving: True joins the devices of `fsdp` and `expert` to those of `tensor`, as an `Engine` needs; see
+        `jaxstack.parallel.layout_rules.serving_degrees`.
       report: called with each warning, such as one about a damaged checkpoint that is passed over.
 
     Raises:
@@ -166,7 +169,13 @@ def load(
     chosen = sets_layout(overrides)
     compression = load_recipe(recipe) if isinstance(recipe, str) else recipe
     decoder = load_decoder(
-        stored, config, step=step, vocab_size=tokenizer.vocab_size, layout_chosen=chosen, recipe=compression
+        stored,
+        config,
+        step=step,
+        vocab_size=tokenizer.vocab_size,
+        layout_chosen=chosen,
+        recipe=compression,
+        serving=serving,
     )
     return Run(stored.directory, config, stored.choose_step(step), tokenizer, decoder, stop_tokens(stored))
 
@@ -272,6 +281,7 @@ def load_decoder(
     form: Form = "packed",
     layout_chosen: bool = False,
     recipe: Recipe | None = None,
+    serving: bool = False,
 ) -> Decoder:
     """Load a stored model for text generation, without its tokenizer; layers are unrolled.
 
@@ -283,12 +293,13 @@ def load_decoder(
       form: form of compressed weights, see `StoredModel.read`.
       layout_chosen: True takes the degrees of `config.parallel`; False those that suit the model and the devices.
       recipe: compresses the weights as they are loaded, from their unrounded values; None: they stay as they are.
+      serving: as in `load`.
 
     Raises:
       ConfigError: the weights do not fit, are compressed already, or the recipe does not fit the model.
     """
     methods = {} if recipe is None else choose_at_load(recipe, stored, config.model)
-    setting = Setting.of(config, "decode", chosen=layout_chosen)
+    setting = Setting.of(config, "serve" if serving else "decode", chosen=layout_chosen)
     rules = setting.rules
     if rules.mesh.shape["pipeline"] > 1:
         config.model.check_independent_layers("a pipeline", "set parallel.pipeline=1")

@@ -21,11 +21,13 @@ from jaxstack.errors import ConfigError
 from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.config import ParallelConfig
 from jaxstack.parallel.fewer_devices import describe_change, fit_fewer_devices
+from jaxstack.parallel.layout_rules import serving_degrees, serving_problems
+from jaxstack.parallel.rules import WHOLE_EXPERTS
 from jaxstack.parallel.weight_gather import in_one_process, share_host
 from jaxstack.resilience.preflight import check_same_devices, check_same_memory
 from jaxstack.run_config import RunConfig
 
-Purpose: TypeAlias = Literal["train", "evaluate", "decode"]
+Purpose: TypeAlias = Literal["train", "evaluate", "decode", "serve"]
 """Purpose for which devices are opened; each has its own choice of layout."""
 
 
@@ -37,11 +39,13 @@ class Setting:
       config: configuration whose parallel degrees are those of the mesh.
       mesh: device mesh; with an `AbstractMesh` a run can be described, but not computed.
       change: what differs from the layout on all processes, if the run goes on with fewer of them; otherwise "".
+      axis_rules: logical axis -> mesh axes, where they differ from the standard rules.
     """
 
     config: RunConfig
     mesh: Mesh | AbstractMesh
     change: str = ""
+    axis_rules: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, config: RunConfig, purpose: Purpose, *, chosen: bool = False, local: bool = False) -> "Setting":
@@ -60,6 +64,7 @@ class Setting:
         devices = start_devices(config.parallel.simulate_devices)
         cache_compilations()
         change = ""
+        axis_rules = {}
         if purpose == "train":
             check_same_devices(config.resilience.connect_seconds)
             config, change = _present_layout(config, devices, jax.process_count())
@@ -67,11 +72,16 @@ class Setting:
             config = with_evaluation_layout(config, devices, chosen=chosen)
         else:
             parallel = decoding_layout(config, jax.local_device_count() if local else devices, chosen=chosen)
+            if purpose == "serve":
+                if problems := serving_problems(config.model, parallel):
+                    raise ConfigError(" ".join(problems))
+                axis_rules = WHOLE_EXPERTS if parallel.expert > 1 else {}
+                parallel = serving_degrees(parallel)
             config = config.model_copy(update={"parallel": parallel})
         mesh = _mesh(config.parallel, local=local)
         if purpose != "train" and not local:
             check_same_memory(mesh.local_devices, config.resilience.connect_seconds)
-        return cls(config, mesh, change)
+        return cls(config, mesh, change, axis_rules)
 
     @property
     def platform(self) -> str:
@@ -86,7 +96,7 @@ class Setting:
     @property
     def rules(self) -> AxisRules:
         """Rules that map logical axes of arrays onto the mesh."""
-        return make_rules(cast(Mesh, self.mesh), sequence=self.config.parallel.sequence)
+        return make_rules(cast(Mesh, self.mesh), sequence=self.config.parallel.sequence, overrides=self.axis_rules)
 
     @property
     def layout(self) -> StepLayout:

@@ -193,7 +193,7 @@ def _load_models(args: argparse.Namespace, overrides: Sequence[str], config: Ser
     adapters = {name: read(directory) for name, directory in map(_adapter, args.adapter)}
     engine = _with_places(config.engine, adapters)
     with doing("loading the model"):
-        run = load(args.run, overrides, step=args.step, recipe=args.recipe, report=_report)
+        run = load(args.run, overrides, step=args.step, recipe=args.recipe, serving=True, report=_report)
         for _, directory in map(_adapter, args.adapter):
             check_base(directory, run.parameters)
         head = find_reward_head(args.run, step=args.step)
@@ -302,7 +302,7 @@ def _load_draft(directory: str, run: "Run", overrides: Sequence[str]) -> "Decode
 
     degrees = [f"parallel.{axis}={degree}" for axis, degree in run.decoder.rules.mesh.shape.items() if degree > 1]
     others = [override for override in overrides if not override.startswith("parallel.") or keeps_layout(override)]
-    draft = load(directory, [*others, *(degrees or ["parallel.tensor=1"])], report=_report)
+    draft = load(directory, [*others, *(degrees or ["parallel.tensor=1"])], serving=True, report=_report)
     draft.decoder.join_projections()
     return draft.decoder
 

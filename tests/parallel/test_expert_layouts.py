@@ -287,8 +287,8 @@ def test_in_a_shard_map_that_has_taken_the_axes():
     """As in a step that is manual over the batch's axes: each device's own loss, its gradients summed where whole."""
     rules = make_rules(make_mesh(ParallelConfig(data=2, expert=2, tensor=2), jax.devices()))
     parameters = {
-        "up": (jax.random.normal(jax.random.key(0), (4, 6, 8)), ("expert", "embed", "mlp")),
-        "down": (jax.random.normal(jax.random.key(1), (4, 8, 6)), ("expert", "mlp", "embed")),
+        "up": (jax.random.normal(jax.random.key(0), (4, 6, 8)), ("expert", "embed", "expert_mlp")),
+        "down": (jax.random.normal(jax.random.key(1), (4, 8, 6)), ("expert", "expert_mlp", "embed")),
         "router": (jax.random.normal(jax.random.key(2), (6, 4)), ("embed", "router")),
     }
     names = {name: names for name, (_, names) in parameters.items()}

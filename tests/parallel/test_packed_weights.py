@@ -136,7 +136,7 @@ def test_a_part_of_an_expert_cannot_end_within_four_inputs_of_which_two_are_stor
     """24 inputs, of which each of two devices has 12, and each of four 6."""
     weight = stack_packed([pack_two_of_four(Pattern(keep_of=(2, 4)).prune(W[:, :24], jnp.abs(W[:, :24])))] * 2)
     assert weight is not None
-    names = ("expert", "mlp", "embed")
+    names = ("expert", "expert_mlp", "embed")
     assert place(weight, rules(tensor=2), names).arrays["kept"].addressable_shards[0].data.shape == (2, OUT, 3)
     with pytest.raises(ConfigError, match=r"part of the inputs of an expert \(6\) must be a multiple of 4"):
         place(weight, rules(tensor=4), names)

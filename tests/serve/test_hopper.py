@@ -19,6 +19,7 @@ from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.hlo import Instruction, Module, parse_module
 from jaxstack.parallel import StepLayout, make_rules
+from jaxstack.parallel.rules import WHOLE_EXPERTS
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
@@ -30,12 +31,14 @@ PAGE = 16
 AXES = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
 
 
-def compiled_steps(together: int | None = None, chunk: int | None = None, drafts: int = 0) -> str:
+def compiled_steps(
+    together: int | None = None, chunk: int | None = None, drafts: int = 0, experts: bool = False
+) -> str:
     """The program of several decode steps of an unrolled model in bfloat16, under tensor parallelism.
 
     With `together`: the program of one step, by layers that run together. With `chunk`: that of a step with as many
     prompt tokens, on two halves of its tokens, with layers as wide as llama3-8b's. With `drafts`: that of several steps
-    with as many n-gram drafts.
+    with as many n-gram drafts. With `experts`: of a mixture, of whose experts each device has some.
     """
     config = ModelConfig(
         vocab_size=4096, hidden_size=1024, num_layers=2, num_heads=8, num_kv_heads=4, intermediate_size=2048,
@@ -44,7 +47,10 @@ def compiled_steps(together: int | None = None, chunk: int | None = None, drafts
     if chunk is not None:
         wide = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 14336}
         config = config.model_copy(update=wide)
-    rules = make_rules(hopper_mesh(AXES))
+    if experts:
+        moe = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+        config = ModelConfig.model_validate(config.model_dump() | {"moe": moe})
+    rules = make_rules(hopper_mesh(AXES), overrides=WHOLE_EXPERTS if experts else None)
     module = ModuleArrays(lambda rngs: Transformer(config, rngs, dtype=jnp.bfloat16))
 
     def place(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
@@ -125,6 +131,17 @@ def test_under_tensor_parallelism_the_kernel_reads_the_pages_of_each_device():
     assert made and not {"copy", "transpose", "all-gather", "gather"} & set(made), made
     assert not re.findall(r" (?:reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", program)
     assert count_sums(program) == 5, "the embedding's rows, and two in each layer"
+
+
+@needs_triton
+@pytest.mark.exhaustive
+def test_whole_experts_are_multiplied_where_they_are():
+    """Each device reads its eight of the sixteen; a layer has two sums over the devices, and nothing else is sent."""
+    program = compiled_steps(experts=True)
+    assert count_sums(program) == 5, "the embedding's rows, and two in each layer"
+    assert not re.findall(r" (?:reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", program)
+    assert not re.findall(r"bf16\[16,(?:1024,512|512,1024)\]", program), "all experts on one device"
+    assert re.findall(r"bf16\[8,1024,512\]", program) and re.findall(r"bf16\[8,512,1024\]", program)
 
 
 @needs_triton
