@@ -66,6 +66,15 @@ _DECIDING = (
     "local_sgd",
 )
 """Sections of the configuration that decide a run's result; each checkpoint has a copy of them."""
+_DECIDING_OF_TRAIN = ("z_loss", "mtp_loss_weight")
+"""Keys of the section `train` that change the loss; the others that decide are told by their own checks."""
+
+
+def _deciding(configured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of the configuration that decides a run's result."""
+    found = {name: configured[name] for name in _DECIDING if name in configured}
+    train = configured.get("train", {})
+    return found | {"train": {name: train[name] for name in _DECIDING_OF_TRAIN if name in train}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +190,7 @@ class Loop:
             run_dir,
             sources=getattr(self.trainer.data, "source_listing", None),
             data={**data, **self.trainer.batch_sizes.fingerprint},
-            settings={name: configured[name] for name in _DECIDING if name in configured},
+            settings=_deciding(configured),
             accept_data_change=self.settings.resilience.accept_data_change,
             say=self.log.say,
             memory=self._open_memory(stack, run_dir),

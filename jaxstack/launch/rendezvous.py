@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from jaxstack.distributed.cluster import Nodes
 from jaxstack.errors import ConfigError, cannot_write
@@ -25,13 +26,17 @@ _TELL_SECONDS = 30.0
 _CLOSE_SECONDS = 5.0
 
 
+Members: TypeAlias = tuple[tuple[int, str], ...]
+"""Rank of nodes, and session of the launcher of each."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A start of the run on some of its nodes."""
 
     number: int
     """Number of the start, from 1."""
-    members: tuple[tuple[int, str], ...]
+    members: Members
     """Rank and session of each node that takes part, by rank."""
     coordinator: str
     """HOST:PORT of the first of them."""
@@ -57,8 +62,11 @@ class Notice:
     """Number of the newest start whose processes have ended here."""
     trained: tuple[int, ...] = ()
     """Numbers of nodes with which the run has trained."""
-    unfit: tuple[int, ...] = ()
-    """Numbers of nodes that the run's layout does not allow."""
+    unfit: tuple[Members, ...] = ()
+    """Members of starts that ended for their configuration: the run's layout does not allow their number, or one of
+    them was started with another configuration."""
+    range: tuple[int, int] = (0, 0)
+    """Least and largest number of nodes of its command line."""
     left: int | None = None
     """Exit code of its launcher, which has ended or is about to; 0: the run is done."""
 
@@ -95,7 +103,8 @@ def propose(notices: Mapping[int, Notice], rank: int, smallest: int, largest: in
     present = {other: notice for other, notice in notices.items() if notice.left is None}
     if not present or min(present) != rank:
         return None
-    unfit = {number for notice in present.values() for number in notice.unfit}
+    there = {(other, notice.session) for other, notice in present.items()}
+    unfit = {len(members) for notice in present.values() for members in notice.unfit if there.issuperset(members)}
     sizes = [size for size in range(smallest, min(largest, len(present)) + 1) if size not in unfit]
     if not sizes:
         return None
@@ -150,7 +159,7 @@ class Rendezvous:
         self.largest = largest
         self._lost_seconds = lost_seconds
         self._patient_until = time.monotonic() + gather_seconds
-        self._own = Notice(uuid.uuid4().hex[:12], address)
+        self._own = Notice(uuid.uuid4().hex[:12], address, range=(smallest, largest))
         self._seen: dict[int, tuple[tuple[str, int], float]] = {}
         self._others: dict[int, Notice] = {}
         self._lock = threading.RLock()
@@ -170,12 +179,16 @@ class Rendezvous:
 
         Returns:
           The place; the exit code 0 or 2 if the run ended on the other nodes with it; None if `stopped` returned True.
+
+        Raises:
+          ConfigError: another launcher has another range of nodes.
         """
         told = time.monotonic()
         while not stopped():
             with self._lock:
                 self._propose()
                 notices = self.notices()
+                self._check_ranges(notices)
                 codes = {notice.left for notice in notices.values()}
                 if 0 in codes or (2 in codes and not self._own.trained):
                     return 0 if 0 in codes else 2
@@ -229,12 +242,14 @@ class Rendezvous:
     def refuse(self, size: int) -> bool:
         """Note that the run's configuration does not allow `size` nodes; return False if the number is not the cause.
 
-        It is not if all nodes take part, and the run has never trained with fewer.
+        The number is tried again once one of these nodes has another launcher. It is not the cause if all nodes take
+        part, and the run has never trained with fewer.
         """
         with self._lock:
             if size == self.largest and not set(self._own.trained) - {size}:
                 return False
-            self._write(unfit=tuple(sorted({*self._own.unfit, size})))
+            members = self._own.plan.members if self._own.plan else ()
+            self._write(unfit=(*self._own.unfit, members))
             return True
 
     def leave(self, code: int) -> None:
@@ -243,12 +258,16 @@ class Rendezvous:
             if self._own.left is None:
                 self._write(left=code)
 
-    def peer_leaves(self) -> bool:
-        """Return True if another member of the present start is leaving, after a signal."""
+    def others_stopped_it(self) -> bool:
+        """Return True if the present start was ended by another node: a member leaves after a signal, or nodes join."""
         time.sleep(2 * _BEAT_SECONDS)  # until its last notice is read
         with self._lock:
-            members = [rank for rank, _ in self._own.plan.members] if self._own.plan else []
-            return any(self._others[rank].left is not None for rank in members if rank in self._others)
+            plan = self._own.plan
+            if plan is None:
+                return False
+            newest = newest_plan(self.notices())
+            leaves = any(self._others[rank].left is not None for rank, _ in plan.members if rank in self._others)
+            return leaves or (newest is not None and newest.number > plan.number)
 
     def close(self) -> None:
         """Write the last notice, and end the thread that shows that this launcher lives."""
@@ -265,6 +284,15 @@ class Rendezvous:
     @property
     def _me(self) -> tuple[int, str]:
         return self.rank, self._own.session
+
+    def _check_ranges(self, notices: Mapping[int, Notice]) -> None:
+        for rank, notice in notices.items():
+            if notice.left is None and notice.range != self._own.range:
+                own, other = (f"{least}:{most}" for least, most in (self._own.range, notice.range))
+                raise ConfigError(
+                    f"node {rank} was started with --nodes {other}, and node {self.rank} with --nodes {own}; start all "
+                    "launchers of a run with the same range."
+                )
 
     def _describe_wait(self, notices: Mapping[int, Notice], plan: Plan | None) -> str:
         present = sorted(rank for rank, notice in notices.items() if notice.left is None)
@@ -341,7 +369,9 @@ def _read_notice(path: Path) -> Notice | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         plans = {name: _plan_of(fields[name]) for name in ("plan", "proposed")}
-        return Notice(**{**fields, **plans, **{name: tuple(fields[name]) for name in ("trained", "unfit")}})
+        unfit = tuple(map(_members_of, fields["unfit"]))
+        tuples = {name: tuple(fields[name]) for name in ("trained", "range")}
+        return Notice(**{**fields, **plans, **tuples, "unfit": unfit})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -349,7 +379,11 @@ def _read_notice(path: Path) -> Notice | None:
 def _plan_of(fields: Mapping | None) -> Plan | None:
     if fields is None:
         return None
-    return Plan(fields["number"], tuple((rank, session) for rank, session in fields["members"]), fields["coordinator"])
+    return Plan(fields["number"], _members_of(fields["members"]), fields["coordinator"])
+
+
+def _members_of(fields: Sequence[Sequence]) -> Members:
+    return tuple((rank, session) for rank, session in fields)
 
 
 def _list(ranks: Sequence[int]) -> str:

@@ -210,7 +210,7 @@ class Supervisor:
         if outcome.code == 2 and group.refuse(nodes.count):
             say(f"the run cannot use {plural(nodes.count, 'node')}; going on with another number")
             return True
-        stopped_there = outcome.code in _STOPPED and self._signum is None and group.peer_leaves()
+        stopped_there = outcome.code in _STOPPED and self._signum is None and group.others_stopped_it()
         return outcome.code is None or stopped_there
 
     def _leave(self, code: int) -> int:

@@ -23,6 +23,8 @@ from jaxstack.observe.throughput import Meter, peak_memory_bytes
 from jaxstack.observe.trackers import Trackers, last_logged, open_trackers
 
 FILE = "sessions.json"
+_LOSSES = "losses"
+"""Key of the losses since the last logged line beside what waits for each tracker."""
 
 
 class Goodput:
@@ -38,15 +40,23 @@ class Goodput:
       step: number of steps done at this start.
       train_seconds: time of the steps before this start that still count.
       clock: returns seconds since 1970; default: a clock that nobody can set while the process runs.
+      began: when this start began, by that clock; default: now.
     """
 
-    def __init__(self, run_dir: Path | None, step: int, train_seconds: float, clock: Callable[[], float] | None = None):
+    def __init__(
+        self,
+        run_dir: Path | None,
+        step: int,
+        train_seconds: float,
+        clock: Callable[[], float] | None = None,
+        began: float | None = None,
+    ):
         self._path = run_dir / FILE if run_dir is not None else None
         clock = self._clock = clock or steady_clock()
         before = read_sessions(self._path)
         # Without records, wall time is counted from now.
         self._train_seconds = train_seconds if before or run_dir is None else 0.0
-        self._sessions = [*before, {"began": clock(), "step": step}]
+        self._sessions = [*before, {"began": clock() if began is None else began, "step": step}]
 
     def add(self, seconds: float) -> None:
         """Add `seconds`, the duration of finished training steps, to the time that counts as productive."""
@@ -129,6 +139,9 @@ class RunLog:
         """Newest value of each metric, and their step."""
         self._progress: Progress | None = None
         self._energy: EnergyMeter | None = None
+        self._losses: list[float] = []
+        self._clock = steady_clock()
+        self._began = self._clock()  # what follows, such as compiling, is wall time of the run
 
     def say(self, text: str) -> None:
         """Print a message, in the first process only."""
@@ -174,8 +187,10 @@ class RunLog:
           stack: closes them.
           start: number of steps that are done.
           settings: the run's configuration as plain data.
-          waiting: metrics of the steps that are done for which a full disk had no room, see `waiting`.
+          waiting: metrics of the steps that are done which are in no line of the log, see `waiting`.
         """
+        self._losses = json.loads(waiting.get(_LOSSES, b"[]"))
+        waiting = {name: lines for name, lines in waiting.items() if name != _LOSSES}
         names = self._config.trackers if self.writes else ()
         trackers = open_trackers(names, self._run_dir or ".", start, settings, self.say, waiting)
         self._trackers: Trackers = trackers
@@ -191,8 +206,11 @@ class RunLog:
             self.say(f"warning: metrics are not written: {error.filename or self._run_dir}: {error.strerror or error}")
 
     def waiting(self) -> dict[str, bytes]:
-        """Return the metrics for which a full disk has no room, by tracker."""
-        return self._trackers.waiting()
+        """Return metrics for which a full disk has no room, by tracker, and losses that the next line's mean needs."""
+        waiting = self._trackers.waiting()
+        if not (self._losses and self.first):
+            return waiting
+        return waiting | {_LOSSES: json.dumps(self._losses).encode()}
 
     def begin(
         self,
@@ -215,13 +233,13 @@ class RunLog:
         """
         self._start = start
         self._meter = meter
-        self._losses: list[float] = []
         logged = last_logged(self._run_dir)
         self._noise = NoiseScale(start, logged if logged.get("step", 0) <= start else {})
         if train_seconds is None:
             logged_seconds = logged.get("all_train_seconds", logged.get("train_seconds", 0.0))
             train_seconds = float(logged_seconds if logged.get("step", 0) <= start else 0.0)
-        self._goodput = Goodput(self._run_dir if self.first else None, start, train_seconds)
+        folder = self._run_dir if self.first else None
+        self._goodput = Goodput(folder, start, train_seconds, self._clock, self._began)
         self._read_energy({})  # what was used until now, for compiling, is not that of steps
         self._environment: dict[str, Any] = {**(planned or {}), "ran": ran, "schedule": schedule}
         with self.writing(start):

@@ -32,6 +32,10 @@ from jaxstack.resilience.exit_on_signal import ExitOnSignal
 from jaxstack.resilience.progress_file import ProgressFile
 
 SKEW_SECONDS = 2.0
+_TELL_SECONDS = 1.0
+"""Time in which the other processes say why a run cannot start, before the first one ends."""
+_MOST_LINES = 4
+"""Most lines of a configuration, and most processes, of which a difference is shown."""
 _SAME_MEMORY = 0.95
 """Least memory of a device as a share of what XLA takes. Where that is not free, XLA takes at most 90 % of it."""
 
@@ -57,7 +61,10 @@ def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
     facts["commit"] = git_commit(Path(__file__).parent) or "unknown"
     facts["configuration"] = hashlib.sha256(settings.encode()).hexdigest()[:12]
     everyone = coordination.all_gather("program", facts, timeout_seconds)
-    _refuse(disagreements(everyone, ignore=("host", "clock")))
+    lines = disagreements(everyone, ignore=("host", "clock"))
+    if len({one["configuration"] for one in everyone}) > 1:
+        lines += _differing_lines(coordination.all_gather("settings", settings, timeout_seconds))
+    _refuse(lines)
     return _skew(everyone)
 
 
@@ -124,6 +131,19 @@ def disagreements(facts: Sequence[Mapping[str, Any]], ignore: Sequence[str] = ()
     return lines
 
 
+def _differing_lines(settings: Sequence[str]) -> list[str]:
+    """Return lines of the configurations that not all processes have, a few of each."""
+    own = [text.splitlines() for text in settings]
+    shared = set(own[0]).intersection(*own[1:])
+    found = {index: [line.strip() for line in lines if line not in shared] for index, lines in enumerate(own)}
+    return [
+        f"  process {index} has {'; '.join(f'{line:.200}' for line in lines[:_MOST_LINES])}"
+        + (f" and {len(lines) - _MOST_LINES} more lines" if len(lines) > _MOST_LINES else "")
+        for index, lines in list(found.items())[:_MOST_LINES]
+        if lines
+    ]
+
+
 def _show(indices: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> str:
     if len(indices) > 4:
         return f"{len(indices)} processes"
@@ -132,6 +152,8 @@ def _show(indices: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> str:
 
 def _refuse(lines: Sequence[str]) -> None:
     if lines:
+        if coordination.is_first():  # with whom the others end, before they could say it
+            time.sleep(_TELL_SECONDS)
         shown = "\n  ".join(lines)
         raise ConfigError(f"the processes of the run differ:\n  {shown}\nStart all of them in the same way.")
 

@@ -26,6 +26,8 @@ from jaxstack.decoding.decode import Params
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.text_stream import TextGenerator
 from jaxstack.distill import DistillConfig
+from jaxstack.distributed.coordination import process_position
+from jaxstack.distributed.device_setup import start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.parallel import ParallelConfig
@@ -276,7 +278,10 @@ def _text_loss(
                 " ones are not, to compute its loss; set parallel.data and parallel.tensor only, or leave parallel.*"
                 " out for one device."
             )
-        config = config if layout_chosen else on_one_device(config)
+        if not layout_chosen:  # on one device, or on all if several processes have one each
+            devices = start_devices(config.parallel.simulate_devices) if process_position()[1] > 1 else 1
+            parallel = ParallelConfig(data=devices, simulate_devices=config.parallel.simulate_devices)
+            config = config.model_copy(update={"parallel": parallel})
         layout_chosen = True
     config = Setting.of(config, "evaluate", chosen=layout_chosen).config
     trainer, data = open_evaluation(config, stored, text, report)

@@ -80,6 +80,7 @@ class Setting:
             config = config.model_copy(update={"parallel": parallel})
         mesh = _mesh(config.parallel, local=local)
         if purpose != "train" and not local:
+            _check_every_process(mesh, devices)
             check_same_memory(mesh.local_devices, config.resilience.connect_seconds)
         return cls(config, mesh, change, axis_rules)
 
@@ -130,6 +131,21 @@ def open_rules(parallel: ParallelConfig) -> AxisRules:
       parallel: degrees; one of -1 takes the rest of the devices.
     """
     return make_rules(_mesh(_within(parallel, start_devices(parallel.simulate_devices))))
+
+
+def _check_every_process(mesh: Mesh, devices: int) -> None:
+    """Check that a layout has devices of every process, as each computes and reads its part.
+
+    Raises:
+      ConfigError: it has not.
+    """
+    idle = jax.process_count() - len({device.process_index for device in mesh.devices.flat})
+    if idle:
+        raise ConfigError(
+            f"parallel.*: a layout on {mesh.size} of {devices} devices leaves {idle} of {jax.process_count()} "
+            f"processes without any; give degrees whose product is {devices}, such as parallel.data={devices}, or start "
+            "fewer processes."
+        )
 
 
 def _mesh(parallel: ParallelConfig, *, local: bool = False) -> Mesh:

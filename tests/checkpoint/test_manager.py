@@ -113,6 +113,15 @@ def test_a_directory_that_cannot_be_written_is_said_at_the_claim(tmp_path):
         CheckpointManager(tmp_path / "file" / "checkpoints").claim()
 
 
+def test_where_a_restart_cannot_write_another_one_may(tmp_path, monkeypatch):
+    """The launcher then tries again, and keeps the copies of the state in memory until it gives up."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXSTACK_ATTEMPT", "2")
+    with pytest.raises(JaxstackError, match="cannot write .*file/checkpoints: Not a directory") as failure:
+        CheckpointManager(tmp_path / "file" / "checkpoints").claim()
+    assert failure.value.exit_code == 1
+
+
 def test_a_directory_that_vanishes_is_made_anew(open_manager, warnings):
     manager = open_manager()
     manager.save(1, make_state(1), wait=True)

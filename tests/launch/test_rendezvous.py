@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from jaxstack.distributed.cluster import Nodes
+from jaxstack.errors import ConfigError
 from jaxstack.launch.__main__ import _check_together, main
 from jaxstack.launch.rendezvous import Notice, Plan, Rendezvous, newest_plan, propose
 from jaxstack.launch.supervisor import free_port
@@ -60,10 +62,51 @@ def test_a_node_that_comes_back_is_taken_in():
 
 def test_numbers_of_nodes_that_do_not_fit_leave_spares():
     nodes = notices(0, 1, 2)
-    nodes[1] = dataclasses.replace(nodes[1], unfit=(3,))
+    refused = ((0, "s0"), (1, "s1"), (2, "s2"))
+    nodes[1] = dataclasses.replace(nodes[1], unfit=(refused,))
     plan = propose(nodes, 0, 1, 4, patient=False)
     assert plan is not None and [rank for rank, _ in plan.members] == [0, 1]
     assert propose(following(plan, nodes), 0, 1, 4, patient=False) is None
+
+
+def test_a_refused_number_is_tried_again_when_one_of_its_nodes_has_another_launcher():
+    """That one may have been started with another configuration."""
+    alone = Plan(2, ((0, "s0"),), "h0:1")
+    refused = ((0, "s0"), (1, "wrong"))
+    nodes = following(alone, notices(0)) | {1: Notice("wrong", "h1:1")}
+    nodes[0] = dataclasses.replace(nodes[0], unfit=(refused,))
+    assert propose(nodes, 0, 1, 2, patient=False) is None
+    nodes[1] = Notice("right", "h1:1")
+    assert propose(nodes, 0, 1, 2, patient=False) == Plan(3, ((0, "s0"), (1, "right")), "h0:1")
+
+
+@pytest.mark.longer
+def test_launchers_with_other_numbers_of_nodes_are_told(tmp_path):
+    first, second = (Rendezvous(tmp_path / "meet", rank, f"h{rank}:1", 1, 2 + rank) for rank in range(2))
+    try:
+        with pytest.raises(ConfigError, match=r"node 1 was started with --nodes 1:3, and node 0 with --nodes 1:2"):
+            first.meet(lambda: False, print)
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.longer
+def test_a_start_that_another_node_ended_for_one_that_joins_is_no_stop_of_this_one(tmp_path):
+    """Although this launcher has not seen it before its own processes were stopped with all others."""
+    nodes = [Rendezvous(tmp_path / "meet", rank, f"h{rank}:1", 1, 3, gather_seconds=0) for rank in range(2)]
+    try:
+        wait_until(lambda: all(len(node.notices()) == 2 for node in nodes))
+        with ThreadPoolExecutor() as pool:
+            found = list(pool.map(lambda node: node.meet(lambda: False, print), nodes))
+        assert [place.count for place in found] == [2, 2]
+        assert not nodes[1].others_stopped_it()
+        nodes.append(Rendezvous(tmp_path / "meet", 2, "h2:1", 1, 3))
+        wait_until(lambda: nodes[0].change() is not None)
+        assert nodes[1].others_stopped_it()
+    finally:
+        for node in nodes:
+            node.close()
 
 
 def test_all_choose_the_same_of_two_plans():

@@ -1,13 +1,17 @@
 """Goodput over several starts of a run."""
 
+import contextlib
 import errno
 import json
+from types import MappingProxyType
 
 import pytest
 
 from jaxstack.errors import JaxstackError
+from jaxstack.observe import run_log
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.run_log import FILE, Goodput, RunLog, wall_seconds
+from jaxstack.observe.throughput import Meter
 
 
 class Clock:
@@ -99,3 +103,49 @@ def test_a_run_that_goes_on_does_so_on_a_full_disk(tmp_path, start, number, fail
         assert failure is not None and isinstance(error, failure) and "the reason" in str(error) and not said
     else:
         assert failure is None and len(said) == 1 and "the reason; going on" in said[0]
+
+
+def log_steps(folder, steps, waiting=MappingProxyType({})):
+    """Log steps whose loss is the square of their number, after those that are done; return what waits, and the log."""
+    start = steps[0] - 1
+    log = RunLog(folder, 20, ObserveConfig(progress=False, log_every=5), lambda text: None)
+    with contextlib.ExitStack() as stack:
+        log.show_progress(stack, start)
+        log.open_trackers(stack, start, {}, waiting)
+        meter = Meter(1.0, 1, "cpu")
+        log.begin(start, meter, {}, [])
+        for step in steps:
+            meter.add(8)
+            log.log_step(step, {"loss": float(step**2)}, 8 * step, 0)
+        return log.waiting(), log
+
+
+def test_a_mean_of_losses_goes_on_after_a_restart(tmp_path):
+    """That of steps 6 to 10, although the run was killed after step 7 and resumed from there."""
+    log_steps(tmp_path / "whole", range(1, 11))
+    waiting, _ = log_steps(tmp_path / "broken", range(1, 8))
+    log_steps(tmp_path / "broken", range(8, 11), waiting)
+    whole, broken = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "broken")
+    )
+    assert [line["mean_loss"] for line in whole] == [1.0, (4 + 9 + 16 + 25) / 4, (36 + 49 + 64 + 81 + 100) / 5]
+    assert [(line["step"], line["mean_loss"]) for line in broken] == [(x["step"], x["mean_loss"]) for x in whole]
+    assert not log_steps(tmp_path / "even", range(1, 6))[0], "after a logged step nothing waits"
+
+
+def test_what_comes_before_the_first_step_is_wall_time(tmp_path, monkeypatch):
+    """Such as compiling, between opening the log and `begin`."""
+    clock = Clock()
+    monkeypatch.setattr(run_log, "steady_clock", lambda: clock)
+    log = RunLog(tmp_path, 20, ObserveConfig(progress=False), lambda text: None)
+    clock.now += 30
+    with contextlib.ExitStack() as stack:
+        log.show_progress(stack, 0)
+        log.open_trackers(stack, 0, {})
+        meter = Meter(1.0, 1, "cpu", clock)
+        log.begin(0, meter, {}, [])
+        clock.now += 10
+        meter.add(8)
+        log.log_step(1, {"loss": 1.0}, 8, 0)
+    assert log.last_values["goodput"] == 10 / 40
