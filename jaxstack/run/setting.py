@@ -143,8 +143,8 @@ def _check_every_process(mesh: Mesh, devices: int) -> None:
     if idle:
         raise ConfigError(
             f"parallel.*: a layout on {mesh.size} of {devices} devices leaves {idle} of {jax.process_count()} "
-            f"processes without any; give degrees whose product is {devices}, such as parallel.data={devices}, or start "
-            "fewer processes."
+            f"processes without any; give degrees whose product is {devices}, as parallel.data={devices}, or fewer "
+            "processes."
         )
 
 
