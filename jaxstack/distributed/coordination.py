@@ -185,6 +185,8 @@ def wait_for_value(key: str, timeout_seconds: float) -> Json:
         raise TimeoutError(str(error).splitlines()[0]) from None
 
 
+_SOON_SECONDS = 1.0
+"""Time before a deadline from which on a wait that ends has reached it."""
 _exchanges: collections.Counter[str] = collections.Counter()
 
 
@@ -247,7 +249,7 @@ def all_gather_arrays(
         try:
             found = client.blocking_key_value_get_bytes(f"jaxstack/{name}/{other}", int(1000 * left))
         except RuntimeError:
-            raise _no_answer(other, name, timeout_seconds) from None
+            raise _no_answer(other, name, deadline, timeout_seconds) from None
         with np.load(io.BytesIO(found), allow_pickle=False) as values:
             return dict(values)
 
@@ -261,13 +263,15 @@ def _wait_for_process(other: int, name: str, deadline: float, timeout_seconds: f
     try:
         return wait_for_value(f"{name}/{other}", max(0.1, deadline - time.monotonic()))
     except TimeoutError:
-        raise _no_answer(other, name, timeout_seconds) from None
+        raise _no_answer(other, name, deadline, timeout_seconds) from None
 
 
-def _no_answer(other: int, name: str, seconds: float) -> JaxstackError:
-    return JaxstackError(
-        f"process {other} of {process_position()[1]} did not answer ({name}) within {seconds:.0f} s; see its log."
-    )
+def _no_answer(other: int, name: str, deadline: float, seconds: float) -> JaxstackError:
+    """Return the error for a wait that reached its deadline, or that JAX ended before it, as a process is gone."""
+    process = f"process {other} of {process_position()[1]}"
+    if deadline - time.monotonic() > _SOON_SECONDS:
+        return JaxstackError(f"{process}, or the first one, has ended before it answered ({name}); see its log.")
+    return JaxstackError(f"{process} did not answer ({name}) within {seconds:.0f} s; see its log.")
 
 
 _AGREE_SECONDS = 3600
