@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import os
 import re
 import socket
@@ -139,28 +140,31 @@ def _node_range(text: str) -> tuple[int, int]:
     fewest, colon, most = text.partition(":")
     bounds = _count(fewest), _count(most if colon else fewest)
     if bounds[0] > bounds[1] or (colon and bounds[0] == bounds[1]):
-        raise argparse.ArgumentTypeError("must be a number, or MIN:MAX with MIN below MAX")
+        raise argparse.ArgumentTypeError(f"must be a number, or MIN:MAX with MIN below MAX; got {text!r}")
     return bounds
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+    return _whole(text, 1)
 
 
 def _natural(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("must be at least 0")
-    return number
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}; got {text!r}")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not number > 0:  # nan must be refused too
-        raise argparse.ArgumentTypeError("must be more than 0")
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, more than 0; got {text!r}")
     return number
 
 
