@@ -166,7 +166,9 @@ def test_weighted_inputs_and_chunks_too():
     "overrides", [layout(fsdp=2, expert=2, tensor=2), layout(context=4), layout(pipeline=2, expert=2)], ids=" ".join
 )
 def test_experts_next_to_an_mlp_and_heads_of_two_widths_too(overrides):
-    more = ("model.num_layers=4",) if any(o.startswith("parallel.pipeline") for o in overrides) else ()
+    # Of four layers the rounding of gradients is a larger part still.
+    four = ("model.num_layers=4", "optimizer.eps=3e-3")
+    more = four if any(o.startswith("parallel.pipeline") for o in overrides) else ()
     assert_trains_as_one_device(*overrides, shape=(*GEMMA4, *more))
 
 

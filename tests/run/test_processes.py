@@ -6,8 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+from jaxstack.errors import ConfigError
+from jaxstack.run import setting
+from jaxstack.run_config import load_config
 from tests.word_models import as_words, make_word_model
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +46,11 @@ def run(folder: Path, processes: int, *command: str) -> str:
     return "\n".join(line for line in lines if line and not line.startswith("[1]"))
 
 
+def read_json(text: str) -> dict[str, float]:
+    """The object in what a command printed, which the number of such a line may stand before."""
+    return json.loads(text[text.index("{") :])
+
+
 LAYOUTS = [
     pytest.param((), marks=pytest.mark.longer),
     pytest.param(("parallel.tensor=2", "parallel.data=2"), marks=pytest.mark.exhaustive),
@@ -51,9 +60,28 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_two_processes_measure_the_loss_of_one(folder, layout):
     command = ("jaxstack.evaluate", "--run", "llama", "--data", "text.txt", "--json", *layout)
-    one, two = (json.loads(run(folder, count, *command)) for count in (1, 2))
+    one, two = (read_json(run(folder, count, *command)) for count in (1, 2))
     assert one["eval_items"] == two["eval_items"] > 400
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_two_processes_measure_the_loss_of_a_compressed_model(folder):
+    """Each with rows of its own, where one process has it on one device."""
+    run(folder, 1, "jaxstack.compress", "--run", "llama", "--recipe", "int8", "--out", "packed")
+    command = ("jaxstack.evaluate", "--run", "packed", "--data", "text.txt", "--json")
+    one, two = (read_json(run(folder, count, *command)) for count in (1, 2))
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.longer
+def test_a_layout_without_devices_of_a_process_is_told(monkeypatch):
+    config = load_config(None, ["model.preset=tiny", "parallel.data=2"])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(setting, "check_same_memory", lambda *_: None)
+    for purpose in ("evaluate", "decode"):
+        with pytest.raises(ConfigError, match=r"a layout on 2 of 8 devices leaves 1 of 2 processes without any; give"):
+            setting.Setting.of(config, purpose, chosen=True)
 
 
 @pytest.mark.exhaustive
