@@ -35,6 +35,8 @@ _MOST_SLOTS = 512
 """Fewest and most requests at a time where their number is chosen."""
 _TOKENS_OF_A_REQUEST = 1024
 """Tokens, of prompt and answer, that a request is assumed to have where the number of requests is chosen."""
+_MOST_PAGE_NUMBERS = 2**21
+"""Most page numbers of the rows of a step: 8 MiB, which are sent to the devices for each program."""
 _SHARE_OF_STATES = 0.5
 """Most of the memory for pages and states that the states of so many requests may take."""
 
@@ -282,13 +284,17 @@ def _choose_slots(
     """Return the number of requests that are decoded at a time if none is set; `total` as in `free_bytes`.
 
     Steps of more rows take less time for each, up to some hundreds of rows. Where a longer request needs the pages of
-    another one, that waits.
+    another one, that waits. Each step sends the page numbers of its rows, of which many rows of very long requests would
+    have too many.
     """
     if total is None or jax.default_backend() == "cpu":
         return _LEAST_SLOTS
     size = config.page_size
-    pages = -(-min(token_limit(models, config), _TOKENS_OF_A_REQUEST) // size)
+    longest = token_limit(models, config)
+    pages = -(-min(longest, _TOKENS_OF_A_REQUEST) // size)
     slots = _MOST_SLOTS
+    while slots > _LEAST_SLOTS and slots * longest > _MOST_PAGE_NUMBERS * size:
+        slots //= 2
     while slots > _LEAST_SLOTS:
         units = cache_units(models, config, slots, further)
         free = free_bytes(models, config, units, total)

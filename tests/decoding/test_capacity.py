@@ -67,6 +67,7 @@ def test_more_requests_than_fit_are_refused_with_the_largest_number_that_fits(mo
         (40_000, EngineConfig(context=4096), 32),
         (40_000, EngineConfig(context=256), 128),
         (100, EngineConfig(context=4096), 16),
+        (600_000, EngineConfig(context=131_072), 256),
         (600_000, EngineConfig(context=4096, pages=4096), 64),
         (600_000, EngineConfig(context=4096, slots=3), 3),
     ],
