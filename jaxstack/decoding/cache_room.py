@@ -284,8 +284,8 @@ def _choose_slots(
     """Return the number of requests that are decoded at a time if none is set; `total` as in `free_bytes`.
 
     Steps of more rows take less time for each, up to some hundreds of rows. Where a longer request needs the pages of
-    another one, that waits. Each step sends the page numbers of its rows, of which many rows of very long requests would
-    have too many.
+    another one, that waits. Each step sends the page numbers of its rows, of which those of very long requests have too
+    many.
     """
     if total is None or jax.default_backend() == "cpu":
         return _LEAST_SLOTS

@@ -74,8 +74,7 @@ def test_more_requests_than_fit_are_refused_with_the_largest_number_that_fits(mo
 )
 def test_requests_at_a_time_follow_from_the_memory_of_gpus(monkeypatch, tokens, config, expected):
     """With so many tokens in the cache of a GPU, 1,024 of each request; a CPU has 16 whatever its memory."""
-    model = open_tiny()
-    model.context_length = None
+    model = open_tiny(config=CONFIG.model_copy(update={"max_position_embeddings": None}))
     page = cache_room.cache_units([model], config, 1).page
     total = model.weight_bytes + tokens * page // config.page_size
     monkeypatch.setattr(cache_room, "memory_per_device", lambda: 2 * total + 2**30)
@@ -88,13 +87,15 @@ def test_requests_at_a_time_follow_from_the_memory_of_gpus(monkeypatch, tokens, 
 @pytest.mark.parametrize("attention", [None, LATENT])
 def test_what_every_device_holds_counts_for_each(monkeypatch, attention):
     """With latents, which tensor parallelism does not split, a cache of both devices' memory would not fit on one."""
-    settings = CONFIG.model_dump() | ({} if attention is None else {"attention": attention, "num_kv_heads": None})
+    settings = CONFIG.model_dump() | (
+        {} if attention is None else {"attention": attention, "num_kv_heads": None, "head_dim": 12}
+    )
     config = ModelConfig.model_validate(settings)
     model = open_tiny(config=config, tensor=2)
     on_device = [_bytes_on(device, (model.params, model.non_params)) for device in jax.devices()[:2]]
     assert model.weight_bytes == sum(on_device)
     monkeypatch.setattr(cache_room, "memory_per_device", lambda: MEMORY)
-    engine = Engine(model, EngineConfig(slots=500, page_size=8), vocab_size=257, warm_up=False, start=False)
+    engine = Engine(model, EngineConfig(slots=200, page_size=8), vocab_size=257, warm_up=False, start=False)
     engine.programs.allocate()
     share = (0.9 * 2 * MEMORY - model.weight_bytes) / 4  # half, on a CPU, for each device
     for device in jax.devices()[:2]:
