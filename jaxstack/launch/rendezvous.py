@@ -65,7 +65,7 @@ class Notice:
     unfit: tuple[Members, ...] = ()
     """Members of starts that ended for their configuration: the run's layout does not allow their number, or one of
     them was started with another configuration."""
-    range: tuple[int, int] = (0, 0)
+    bounds: tuple[int, int] = (0, 0)
     """Least and largest number of nodes of its command line."""
     left: int | None = None
     """Exit code of its launcher, which has ended or is about to; 0: the run is done."""
@@ -100,7 +100,8 @@ def propose(notices: Mapping[int, Notice], rank: int, smallest: int, largest: in
       largest: number of all nodes.
       patient: True while a first start should wait for all nodes.
     """
-    present = {other: notice for other, notice in notices.items() if notice.left is None}
+    bounds = notices[rank].bounds
+    present = {other: one for other, one in notices.items() if one.left is None and one.bounds == bounds}
     if not present or min(present) != rank:
         return None
     there = {(other, notice.session) for other, notice in present.items()}
@@ -159,7 +160,7 @@ class Rendezvous:
         self.largest = largest
         self._lost_seconds = lost_seconds
         self._patient_until = time.monotonic() + gather_seconds
-        self._own = Notice(uuid.uuid4().hex[:12], address, range=(smallest, largest))
+        self._own = Notice(uuid.uuid4().hex[:12], address, bounds=(smallest, largest))
         self._seen: dict[int, tuple[tuple[str, int], float]] = {}
         self._others: dict[int, Notice] = {}
         self._lock = threading.RLock()
@@ -188,7 +189,7 @@ class Rendezvous:
             with self._lock:
                 self._propose()
                 notices = self.notices()
-                self._check_ranges(notices)
+                self._check_bounds(notices)
                 codes = {notice.left for notice in notices.values()}
                 if 0 in codes or (2 in codes and not self._own.trained):
                     return 0 if 0 in codes else 2
@@ -285,10 +286,11 @@ class Rendezvous:
     def _me(self) -> tuple[int, str]:
         return self.rank, self._own.session
 
-    def _check_ranges(self, notices: Mapping[int, Notice]) -> None:
-        for rank, notice in notices.items():
-            if notice.left is None and notice.range != self._own.range:
-                own, other = (f"{least}:{most}" for least, most in (self._own.range, notice.range))
+    def _check_bounds(self, notices: Mapping[int, Notice]) -> None:
+        """Raise ConfigError if another launcher has another range; a run that has trained goes on without that one."""
+        for rank, notice in () if self._own.trained else notices.items():
+            if notice.left is None and notice.bounds != self._own.bounds:
+                own, other = (f"{least}:{most}" for least, most in (self._own.bounds, notice.bounds))
                 raise ConfigError(
                     f"node {rank} was started with --nodes {other}, and node {self.rank} with --nodes {own}; start all "
                     "launchers of a run with the same range."
@@ -370,7 +372,7 @@ def _read_notice(path: Path) -> Notice | None:
         fields = json.loads(path.read_text(encoding="utf-8"))
         plans = {name: _plan_of(fields[name]) for name in ("plan", "proposed")}
         unfit = tuple(map(_members_of, fields["unfit"]))
-        tuples = {name: tuple(fields[name]) for name in ("trained", "range")}
+        tuples = {name: tuple(fields[name]) for name in ("trained", "bounds")}
         return Notice(**{**fields, **plans, **tuples, "unfit": unfit})
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -80,6 +80,13 @@ def test_a_refused_number_is_tried_again_when_one_of_its_nodes_has_another_launc
     assert propose(nodes, 0, 1, 2, patient=False) == Plan(3, ((0, "s0"), (1, "right")), "h0:1")
 
 
+def test_a_node_with_another_range_is_not_taken_in():
+    """It ends with a message, and does not end a run that goes on."""
+    alone = Plan(2, ((0, "s0"),), "h0:1")
+    nodes = following(alone, notices(0)) | {1: Notice("s1", "h1:1", bounds=(1, 3))}
+    assert propose(nodes, 0, 1, 2, patient=False) is None
+
+
 @pytest.mark.longer
 def test_launchers_with_other_numbers_of_nodes_are_told(tmp_path):
     first, second = (Rendezvous(tmp_path / "meet", rank, f"h{rank}:1", 1, 2 + rank) for rank in range(2))
