@@ -85,7 +85,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     from jaxstack.run.evaluate import TaskOptions, TextOptions, evaluate
     from jaxstack.run.join import join_job
 
-    for warning in join_job(repr(sorted(vars(args).items()))):
+    for warning in join_job(vars(args)):
         _say(f"warning: {warning}")
     if not is_first():
         silence()

@@ -126,7 +126,7 @@ def _generate(args: argparse.Namespace) -> None:
     from pallas_kernels import record_choices
 
     say = functools.partial(print, file=sys.stderr)
-    for warning in join_job(repr([*sorted(vars(args).items()), prompts])):
+    for warning in join_job({**vars(args), "prompts": prompts}):
         say(f"warning: {warning}")
     # All processes generate the same texts, with the devices of all.
     with contextlib.nullcontext() if is_first() else _silent_output():

@@ -88,9 +88,19 @@ def _file_differences(path: str, before: Mapping[str, Any], now: Mapping[str, An
     return [f"in {path}: {'; '.join(parts)}"] if parts else []
 
 
-def fingerprint_difference(saved: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
-    """Return a line that describes the first difference of two data fingerprints (`seed was 0, is 1`), or None."""
-    lines = list(_differences(saved, found, ""))
+def fingerprint_difference(
+    saved: Mapping[str, Any], found: Mapping[str, Any], *, form: str = "{name} was {saved}, is {found}"
+) -> str | None:
+    """Return a line that describes the first difference of two fingerprints or configurations, or None.
+
+    Args:
+      saved, found: plain data.
+      form: the text for a difference, with the key's full name and both values.
+    """
+    lines = [
+        form.format(name=name, saved=_short(one), found=_short(other))
+        for name, one, other in _differences(saved, found, "")
+    ]
     if not lines:
         return None
     more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
@@ -106,20 +116,19 @@ def shared_keys(saved: object, found: object) -> Any:
     return found
 
 
-def _differences(saved: object, found: object, name: str) -> list[str]:
+def _differences(saved: object, found: object, name: str) -> list[tuple[str, object, object]]:
+    """Return the full name of each key whose values differ, and both values."""
     if isinstance(saved, Mapping) and isinstance(found, Mapping):
-        lines = []
+        differing = []
         for key in dict.fromkeys([*saved, *found]):
             inner = f"{name}.{key}" if name else str(key)
-            lines += _differences(saved.get(key), found.get(key), inner)
-        return lines
+            differing += _differences(saved.get(key), found.get(key), inner)
+        return differing
     if isinstance(saved, list | tuple) and isinstance(found, list | tuple) and len(saved) == len(found):
         return [
-            line
-            for i, pair in enumerate(zip(saved, found, strict=True))
-            for line in _differences(*pair, f"{name}[{i}]")
+            one for i, pair in enumerate(zip(saved, found, strict=True)) for one in _differences(*pair, f"{name}[{i}]")
         ]
-    return [] if saved == found else [f"{name} was {_short(saved)}, is {_short(found)}"]
+    return [] if saved == found else [(name, saved, found)]
 
 
 def _short(value: object) -> str:

@@ -5,6 +5,7 @@ all-reduce.
 """
 
 import hashlib
+import json
 import os
 import platform
 import socket
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 
 import jaxstack
 from jaxstack.cli import run_command
+from jaxstack.data.fingerprint import fingerprint_difference
 from jaxstack.distributed import coordination
 from jaxstack.distributed.cluster import find_place
 from jaxstack.errors import ConfigError, JaxstackError
@@ -34,17 +36,15 @@ from jaxstack.resilience.progress_file import ProgressFile
 SKEW_SECONDS = 2.0
 _TELL_SECONDS = 1.0
 """Time in which the other processes say why a run cannot start, before the first one ends."""
-_MOST_LINES = 4
-"""Most lines of a configuration, and most processes, of which a difference is shown."""
 _SAME_MEMORY = 0.95
 """Least memory of a device as a share of what XLA takes. Where that is not free, XLA takes at most 90 % of it."""
 
 
-def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
+def check_program(settings: Mapping[str, Any], timeout_seconds: float = 300) -> list[str]:
     """Check that package versions, commit and configuration match on all processes; return warnings if clocks differ.
 
     Args:
-      settings: the run's configuration as text.
+      settings: what the processes are asked to do, such as the run's configuration.
       timeout_seconds: limit on waiting for the other processes.
 
     Returns:
@@ -59,11 +59,15 @@ def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
     facts |= {name: _version(name) for name in PACKAGES}
     facts["jaxstack"] = jaxstack.__version__
     facts["commit"] = git_commit(Path(__file__).parent) or "unknown"
-    facts["configuration"] = hashlib.sha256(settings.encode()).hexdigest()[:12]
+    text = json.dumps(settings, default=str)
+    facts["configuration"] = hashlib.sha256(text.encode()).hexdigest()[:12]
     everyone = coordination.all_gather("program", facts, timeout_seconds)
     lines = disagreements(everyone, ignore=("host", "clock"))
-    if len({one["configuration"] for one in everyone}) > 1:
-        lines += _differing_lines(coordination.all_gather("settings", settings, timeout_seconds))
+    numbers = [one["configuration"] for one in everyone]
+    if other := next((index for index, number in enumerate(numbers) if number != numbers[0]), None):
+        first, second = (coordination.all_gather("settings", json.loads(text), timeout_seconds)[n] for n in (0, other))
+        form = f"{{name}} is {{saved}} on process 0 and {{found}} on process {other}"
+        lines.append(f"  {fingerprint_difference(first, second, form=form)}")
     _refuse(lines)
     return _skew(everyone)
 
@@ -131,19 +135,6 @@ def disagreements(facts: Sequence[Mapping[str, Any]], ignore: Sequence[str] = ()
     return lines
 
 
-def _differing_lines(settings: Sequence[str]) -> list[str]:
-    """Return lines of the configurations that not all processes have, a few of each."""
-    own = [text.splitlines() for text in settings]
-    shared = set(own[0]).intersection(*own[1:])
-    found = {index: [line.strip() for line in lines if line not in shared] for index, lines in enumerate(own)}
-    return [
-        f"  process {index} has {'; '.join(f'{line:.200}' for line in lines[:_MOST_LINES])}"
-        + (f" and {len(lines) - _MOST_LINES} more lines" if len(lines) > _MOST_LINES else "")
-        for index, lines in list(found.items())[:_MOST_LINES]
-        if lines
-    ]
-
-
 def _show(indices: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> str:
     if len(indices) > 4:
         return f"{len(indices)} processes"
@@ -189,7 +180,7 @@ def check() -> None:
     warnings = []
     if place is not None:
         coordination.connect(place, connect_seconds=_SECONDS)
-        warnings = check_program("", _SECONDS)
+        warnings = check_program({}, _SECONDS)
     signs.note()
     check_same_devices(_SECONDS)
     devices = jax.local_devices()

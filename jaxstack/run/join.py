@@ -1,6 +1,8 @@
 """Joins the processes of a job, for commands that compute with the devices of all of them."""
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from jaxstack.distributed.cluster import find_place
 from jaxstack.distributed.coordination import connect
@@ -10,13 +12,13 @@ from jaxstack.resilience.preflight import check_program
 from jaxstack.resilience.progress_file import STACKS, ProgressFile
 
 
-def join_job(settings: str, limits: ResilienceConfig | None = None) -> list[str]:
+def join_job(settings: Mapping[str, Any], limits: ResilienceConfig | None = None) -> list[str]:
     """Connect this process with the others of its job, if there are any, and check that all run the same program.
 
     To be called before any device is used. Afterwards JAX sees the devices of all processes.
 
     Args:
-      settings: what the processes are asked to do, as text, which has to be the same for all.
+      settings: what the processes are asked to do, which has to be the same for all.
       limits: `heartbeat_seconds` and `connect_seconds`; default: `ResilienceConfig()`.
 
     Returns:

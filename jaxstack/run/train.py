@@ -166,7 +166,7 @@ def train(
     task = task or Task()
     _check_settings(config)
     task.check(config)
-    warnings = join_job(dump_yaml(config), config.resilience)
+    warnings = join_job(config.model_dump(mode="json", by_alias=True), config.resilience)
     setting = Setting.of(config, "train")
     say = _reporter(config, report)
     _announce(config, setting, warnings, say)
