@@ -2,9 +2,13 @@
 
 import difflib
 import errno
+import os
 import re
 import sys
 from collections.abc import Iterable
+
+ATTEMPT = "JAXSTACK_ATTEMPT"
+"""Environment variable with the number of the run's start, from 1, which the launcher sets."""
 
 
 class JaxstackError(Exception):
@@ -20,9 +24,14 @@ class ConfigError(JaxstackError):
 
 
 def cannot_write(place: object, error: OSError) -> JaxstackError:
-    """Return the exception to raise if a file cannot be written: its exit code is 1 if the disk is full, else 2."""
+    """Return the exception to raise if a file cannot be written.
+
+    Its exit code is 2, or 1 if it may be written later: on a disk that is full, and where a launcher starts a command
+    again, which could write it before.
+    """
     limit = "; raise the limit on file sizes (ulimit -f)" if error.errno == errno.EFBIG else ""
-    return (JaxstackError if is_full(error) else ConfigError)(f"cannot write {place}: {error.strerror or error}{limit}")
+    later = is_full(error) or os.environ.get(ATTEMPT, "1") != "1"
+    return (JaxstackError if later else ConfigError)(f"cannot write {place}: {error.strerror or error}{limit}")
 
 
 def is_full(error: OSError) -> bool:

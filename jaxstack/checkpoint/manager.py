@@ -4,7 +4,6 @@ import atexit
 import dataclasses
 import functools
 import logging
-import os
 import threading
 import time
 import weakref
@@ -119,8 +118,6 @@ class CheckpointManager:
                 self._take_lock()
             except OSError as error:
                 failure = cannot_write(error.filename or self.directory, error)
-                if int(os.environ.get("JAXSTACK_ATTEMPT", "1")) > 1:  # it could be written before: it may be again
-                    failure = JaxstackError(str(failure))
             except JaxstackError as error:
                 failure = error
         if not coordination.all_true(failure is None):

@@ -27,7 +27,7 @@ from jaxstack.distributed.cluster import (
     count_gpus,
     split_devices,
 )
-from jaxstack.errors import ConfigError
+from jaxstack.errors import ATTEMPT, ConfigError
 from jaxstack.launch import cleanup
 from jaxstack.launch.child import (
     Child,
@@ -236,7 +236,7 @@ class Supervisor:
         job = self.job
         total = job.processes * nodes.count
         first = job.processes * nodes.rank
-        shared = {**os.environ, "JAXSTACK_ATTEMPT": str(attempt), "PYTHONUNBUFFERED": "1"}
+        shared = {**os.environ, ATTEMPT: str(attempt), "PYTHONUNBUFFERED": "1"}
         if self._memory is not None:
             shared[memory_folder.VARIABLE] = str(self._memory)
         # For `serve --replicas`, which starts engines of its own on each node.
