@@ -25,7 +25,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -58,9 +57,9 @@ from jaxstack.models import Transformer, with_kv_cache
 from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.throughput import peak_memory_bytes
-from jaxstack.parallel import StepLayout, make_mesh, make_rules
+from jaxstack.parallel import StepLayout
 from jaxstack.run.compress_at_load import compress_in_place
-from jaxstack.run.setting import decoding_layout
+from jaxstack.run.setting import Purpose, Setting
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.stored.model import abstract_parameters
 
@@ -128,17 +127,18 @@ def make_decoder(
     kind: type[Decoder] = Decoder,
     all_reduce: AllReduce | None = None,
     recipe: str | None = None,
+    purpose: Purpose = "decode",
 ) -> Decoder:
     """The model with random weights on its mesh.
 
     Args:
       all_reduce: the way to sum over `tensor`; None: the default.
       recipe: name of the recipe by which the weights are compressed; None: they are not.
+      purpose: decides how the layout follows from the degrees, see `Setting.of`.
     """
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or VOCABULARY, "remat": "none"})
-    parallel = decoding_layout(config, jax.device_count(), chosen=given)
-    mesh = make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())])
-    rules = make_rules(mesh)
+    setting = Setting.of(config, purpose, chosen=given)
+    rules = setting.rules
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
     cache = config.precision.kv_cache
     module = ModuleArrays(lambda rngs: with_kv_cache(Transformer(model, rngs, dtype=dtype), cache))
@@ -148,7 +148,7 @@ def make_decoder(
         methods = choose_methods(load_recipe(recipe), compressible_weights(model), other_parameters(model))
         compress_in_place(params, methods, model, abstract_parameters(module, rules))
     sums = config.parallel.overlap if all_reduce is None else SUMS[all_reduce.implementation]
-    decoder = kind(module, params, non_params, rules, layout=StepLayout(peer_sums=sums))
+    decoder = kind(module, params, non_params, rules, layout=StepLayout(peer_sums=sums, axis_rules=setting.axis_rules))
     if all_reduce is not None:
         decoder.compiler_options = {**(decoder.compiler_options or {}), **translate_options(all_reduce.options)[0]}
     del params  # The decoder frees those that it joins.

@@ -440,7 +440,7 @@ def main() -> int:
     if args.vllm:  # first, while the memory is free
         for row in vllm_rows(config, args):
             keep(**row)
-    decoder = make_decoder(config, given, recipe=args.recipe)
+    decoder = make_decoder(config, given, recipe=args.recipe, purpose="serve")
     for work in args.work:
         room = args.long + 64 if work == "interruption" else args.prompt + args.tokens
         room = args.shared + min(args.tokens, 64) if work == "prefix" else room

@@ -545,7 +545,10 @@ def _check_models(
     if draft is not None and not config.draft_tokens:
         raise ConfigError("a draft model guesses engine.draft_tokens tokens per step; set it to 4, for example.")
     if shapes is None and model.batch_unit > 1:
-        raise ConfigError("an engine splits no batch: its mesh may have only tensor, and that of `open_engine` data.")
+        raise ConfigError(
+            "an engine splits no batch: its mesh may have only the axis tensor, and that of `open_engine` data. "
+            "`jaxstack.run.load.load(..., serving=True)` joins fsdp and expert to tensor."
+        )
 
 
 def _choose_shapes(config: EngineConfig, slots: int) -> StepShapes:

@@ -27,7 +27,6 @@ from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.text_stream import TextGenerator
 from jaxstack.distill import DistillConfig
 from jaxstack.distributed.coordination import process_position
-from jaxstack.distributed.device_setup import start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.parallel import ParallelConfig
@@ -279,8 +278,8 @@ def _text_loss(
                 " out for one device."
             )
         if not layout_chosen:  # on one device, or on all if several processes have one each
-            devices = start_devices(config.parallel.simulate_devices) if process_position()[1] > 1 else 1
-            parallel = ParallelConfig(data=devices, simulate_devices=config.parallel.simulate_devices)
+            every = -1 if process_position()[1] > 1 else 1
+            parallel = ParallelConfig(data=every, simulate_devices=config.parallel.simulate_devices)
             config = config.model_copy(update={"parallel": parallel})
         layout_chosen = True
     config = Setting.of(config, "evaluate", chosen=layout_chosen).config

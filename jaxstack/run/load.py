@@ -315,7 +315,7 @@ def load_decoder(
     params = stored.read(wanted, unrolled, form="master" if methods else form, step=step)
     check_finite(params, stored)
     compress_in_place(params, methods, config.model, wanted)
-    layout = StepLayout(peer_sums=setting.config.parallel.overlap)
+    layout = StepLayout(peer_sums=setting.config.parallel.overlap, axis_rules=setting.axis_rules)
     non_params = initial_variables(module)
     if len(stages) > 1:
         return PipelineDecoder(module, params, non_params, stages, vocab_size=vocab_size, layout=layout)

@@ -113,6 +113,7 @@ class Setting:
             peer_copies=_uses_peer_copies(config, cast(Mesh, self.mesh)),
             pipeline=config.pipeline_plan(),
             sequence=parallel.sequence,
+            axis_rules=self.axis_rules,
         )
 
     @property
