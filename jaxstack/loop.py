@@ -136,7 +136,7 @@ class Loop:
         self.train_seconds: float | None = None
         """Time of the steps before this start; None: not known."""
         self.waiting: Mapping[str, bytes] = {}
-        """Metrics of the steps before this start for which a full disk had no room, see `Trackers.waiting`."""
+        """Metrics of the steps before this start that are in no line of the log, see `RunLog.waiting`."""
         self.save_postponed = self.advised = self.finished = self.evaluated = False
 
     def run(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def _device_copies(model: ModelOnMesh, make: MakeCache, count: int) -> list[int]
         return [1] * count
     known = _known_copies.setdefault(model, {})
     if make not in known:
-        # Only XLA knows how what is not constrained is laid out. Without the weights, which are no input of zeros.
+        # XLA chooses the layout of arrays that have no constraint. The smallest cache is laid out as a large one is.
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (model.params, model.non_params))
         made = jax.jit(lambda params, rest: make(model, params, rest, CacheRoom(1, 1, 1, 1)))
         with jax.set_mesh(model.rules.mesh):

@@ -36,7 +36,7 @@ class Restored(NamedTuple):
     train_seconds: float | None = None
     """Time of the steps up to it, see `RunLog.train_seconds`; None: not known."""
     waiting: Mapping[str, bytes] = MappingProxyType({})
-    """Metrics until this step for which a full disk had no room, see `Trackers.waiting`."""
+    """Metrics until this step that are in no line of the log, see `RunLog.waiting`."""
 
 
 class RunCheckpoints:
@@ -192,7 +192,7 @@ class RunCheckpoints:
           skipped: the record.
           data: state of the data, see `Training.data_state`.
           train_seconds: time of the steps so far, see `RunLog.train_seconds`.
-          waiting: metrics that wait for room on the disk, see `Trackers.waiting`.
+          waiting: metrics that are in no line of the log, see `RunLog.waiting`.
         """
         self.manager.save(step, state, self._extra(step, skipped, train_seconds), files=_files_of(data, waiting))
         self.saved_step = step

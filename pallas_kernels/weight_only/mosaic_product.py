@@ -75,14 +75,6 @@ class IntegerProduct:
         return TileOrder(rows, columns, _TILES_TOGETHER, min(self.programs, rows * columns))
 
 
-class _Inputs(NamedTuple):
-    """Operands and scales in global memory."""
-
-    x: Ref
-    q: Ref
-    scales: Ref
-
-
 class _Buffers(NamedTuple):
     """Shared memory for operands and for the result of each warpgroup, and the barriers that guard the operands."""
 
@@ -129,7 +121,6 @@ def _stored_smem(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, bits: int)
 
 
 def _body(spec: IntegerProduct, x: Ref, q: Ref, scales: Ref, out: Ref, *scratch: Any) -> None:
-    inputs = _Inputs(x, q, scales)
     buffers = _Buffers(*scratch)
 
     def consume() -> None:
@@ -143,14 +134,14 @@ def _body(spec: IntegerProduct, x: Ref, q: Ref, scales: Ref, out: Ref, *scratch:
         def _(warp: Index) -> None:
             @pl.when(warp == 0)
             def _():
-                load = functools.partial(_load, spec, inputs, buffers)
+                load = functools.partial(_load, spec, x, q, buffers)
                 tiles = scheduler.claim_tiles(spec.order, None, None, load)
                 spec.ring.drain(tiles * spec.steps, buffers.empty)
 
     pipeline.specialize(lax.axis_index("warpgroup"), CONSUMERS, consume, produce)
 
 
-def _load(spec: IntegerProduct, inputs: _Inputs, buffers: _Buffers, number: Index, tile: Tile) -> None:
+def _load(spec: IntegerProduct, x: Ref, q: Ref, buffers: _Buffers, number: Index, tile: Tile) -> None:
     """Load the operands of a tile, step by step, into the ring of shared-memory buffers."""
 
     def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
@@ -159,8 +150,8 @@ def _load(spec: IntegerProduct, inputs: _Inputs, buffers: _Buffers, number: Inde
         along = pl.ds(index * DEPTH, DEPTH)
         outputs = pl.ds(tile.row * TILE_OUTPUTS, TILE_OUTPUTS)
         rows = pl.ds(tile.column * spec.tile_rows, spec.tile_rows)
-        plgpu.copy_gmem_to_smem(inputs.q.at[outputs, along], buffers.q.at[slot], full)
-        plgpu.copy_gmem_to_smem(inputs.x.at[rows, along], buffers.x.at[slot], full)
+        plgpu.copy_gmem_to_smem(q.at[outputs, along], buffers.q.at[slot], full)
+        plgpu.copy_gmem_to_smem(x.at[rows, along], buffers.x.at[slot], full)
 
     spec.ring.produce(number * spec.steps, spec.steps, load)
 

@@ -190,7 +190,13 @@ def test_shards_on_several_devices_are_stored_once(tmp_path, monkeypatch, on_dev
     files, missing = shard_files.find_files([index], targets)
     assert missing is None and len(files[0]) == 7
     folder = shard_files.Folder(tmp_path, index, files[0])
+    bounded = []
+    monkeypatch.setattr(shard_files.Transfers, "add", lambda self, array: bounded.append(array.nbytes) or array)
     found = shard_files.read([folder], targets)
+    on_devices = [
+        shard.data.nbytes for x in found.values() if isinstance(x, jax.Array) for shard in x.addressable_shards
+    ]
+    assert sorted(bounded) == sorted(on_devices), "all that is on its way to a device is bounded"
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], expected[name])
         assert name == "host" or found[name].sharding == array.sharding

@@ -30,7 +30,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
         "scoring_func": "sigmoid", "first_k_dense_replace": 1,
     },
-    "biases, weighted inputs": {
+    "biases": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "expert_bias": True,
         "router_bias": True,
     },
@@ -100,6 +100,10 @@ def test_a_stored_mixture_is_served_over_all_axes(tmp_path, family, recipe):
         kernel: Any = decoder.params["decoder"]["layers"]["1"]["mlp"]["up_proj"]["kernel"]
         if recipe is None:
             assert kernel.sharding.spec[split] == "tensor"
+        else:
+            stored = kernel.arrays["q"]
+            parts = {shard.data.size for shard in stored.addressable_shards}
+            assert parts == {stored.size // decoder.rules.mesh.size}, "it stays packed, a part on each device"
         assert answers(decoder) == expected
 
 

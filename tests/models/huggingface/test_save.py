@@ -6,6 +6,7 @@ import re
 import tracemalloc
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -99,6 +100,19 @@ def test_a_fresh_model_comes_back_in_float32(tmp_path):
         np.testing.assert_array_equal(ours.get_value(), theirs.get_value(), err_msg=str(path))
 
 
+class Transfers(load.Transfers):
+    """Transfers that note the bytes of each array."""
+
+    def __init__(self, most_bytes, noted):
+        super().__init__(most_bytes)
+        assert most_bytes == load._CHUNK_BYTES
+        self._noted = noted
+
+    def add(self, array):
+        self._noted.append(array.nbytes)
+        return super().add(array)
+
+
 class _NumPyThatIsCopied:
     """NumPy, whose empty arrays begin where the CPU backend takes no array as its own, but copies it as a GPU does.
 
@@ -125,12 +139,16 @@ def test_reading_needs_less_host_memory_than_two_files(tmp_path, monkeypatch):
     assert whole > 5 * largest
     monkeypatch.setattr(load, "_CHUNK_BYTES", largest // 2)
     monkeypatch.setattr(load, "np", _NumPyThatIsCopied())
+    bounded = []
+    monkeypatch.setattr(load, "Transfers", lambda most: Transfers(most, bounded))
     mesh = make_mesh(ParallelConfig(fsdp=4, tensor=2))
     tracemalloc.start()
     found = from_huggingface(tmp_path, mesh=mesh)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert largest / 16 < peak < 2 * largest
+    parameters = jax.tree.leaves(nnx.state(found, nnx.Param))
+    assert sum(bounded) >= sum(x.nbytes for x in parameters), "all that is on its way is bounded"
     kernel = found.decoder.layers[0].mlp.up_proj.kernel[...]
     assert kernel.addressable_shards[0].data.size == kernel.size // 8
     np.testing.assert_array_equal(kernel, model.decoder.layers[0].mlp.up_proj.kernel[...])
