@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,14 +42,10 @@ def run(folder: Path, processes: int, *command: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     # The launcher marks the lines of the second process, which has some signs of life until the two have met. Several
-    # threads at once write lines like "[Gloo] ... : 3", so that the number may stand on a line of its own.
+    # threads at once write lines like "[Gloo] ... : 3", so that the number may stand on a line of its own, or
+    # before an object.
     lines = (line for line in done.stdout.splitlines() if "Gloo" not in line and not line.strip().isdecimal())
-    return "\n".join(line for line in lines if line and not line.startswith("[1]"))
-
-
-def read_json(text: str) -> dict[str, float]:
-    """The object in what a command printed, which the number of such a line may stand before."""
-    return json.loads(text[text.index("{") :])
+    return "\n".join(re.sub(r"^\d+(?={)", "", line) for line in lines if line and not line.startswith("[1]"))
 
 
 LAYOUTS = [
@@ -60,7 +57,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_two_processes_measure_the_loss_of_one(folder, layout):
     command = ("jaxstack.evaluate", "--run", "llama", "--data", "text.txt", "--json", *layout)
-    one, two = (read_json(run(folder, count, *command)) for count in (1, 2))
+    one, two = (json.loads(run(folder, count, *command)) for count in (1, 2))
     assert one["eval_items"] == two["eval_items"] > 400
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-6)
 
@@ -70,7 +67,7 @@ def test_two_processes_measure_the_loss_of_a_compressed_model(folder):
     """Each with rows of its own, where one process has it on one device."""
     run(folder, 1, "jaxstack.compress", "--run", "llama", "--recipe", "int8", "--out", "packed")
     command = ("jaxstack.evaluate", "--run", "packed", "--data", "text.txt", "--json")
-    one, two = (read_json(run(folder, count, *command)) for count in (1, 2))
+    one, two = (json.loads(run(folder, count, *command)) for count in (1, 2))
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-6)
 
 
